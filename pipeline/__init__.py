@@ -1,0 +1,1 @@
+"""Where it goes: checkpoint to SavedModels, SavedModels to functions, functions to pictures."""
