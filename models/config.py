@@ -47,7 +47,6 @@ class UNetConfig:
     norm_eps: float  # of the residual blocks and conv_norm_out
     transformer_norm_eps: float  # of the GroupNorm before each transformer
     geglu_act: str  # "gelu" (erf) or "gelu_tanh"
-    use_linear_projection: bool  # proj_in/proj_out are Linear (SD 2) or 1x1 convolutions (SD 1)
     flip_sin_to_cos: bool
     freq_shift: int
 
@@ -141,7 +140,6 @@ FAMILIES: dict[str, ModelConfig] = {
             norm_eps=1e-5,
             transformer_norm_eps=1e-6,
             geglu_act="gelu",
-            use_linear_projection=False,
             flip_sin_to_cos=True,
             freq_shift=0,
         ),
@@ -338,7 +336,6 @@ def _unet(path: Path) -> UNetConfig:
         norm_eps=fields.get("norm_eps", float),
         transformer_norm_eps=1e-6,
         geglu_act="gelu",
-        use_linear_projection=fields.get("use_linear_projection", bool, False),
         flip_sin_to_cos=fields.get("flip_sin_to_cos", bool),
         freq_shift=fields.get("freq_shift", int),
     )

@@ -1,0 +1,194 @@
+"""Layers that more than one network uses.
+
+Weights live in the `dtype` a layer is built with; computing happens in the dtype of the inputs, so a
+network decides its precision once, by casting what it is given. Norms and softmax always run in
+float32. Layers are built when constructed and named after the diffusers state dict
+(`down_blocks.0.resnets.1.conv1`), so a checkpoint's names are ours up to a suffix.
+Arrays are channels-last: images and latents [N, H, W, C], token sequences [N, T, C].
+"""
+
+import keras
+from keras import ops
+
+
+class Layer(keras.layers.Layer):
+    """A layer that never casts its inputs; see the module's docstring."""
+
+    def __init__(self, name: str, dtype: str):
+        super().__init__(name=name, dtype=dtype, autocast=False)
+        self.built = True
+
+    def weight(self, name: str, shape: tuple[int, ...], initializer: str) -> keras.Variable:
+        """A variable whose path is LAYER/NAME."""
+        return self.add_weight(name=name, shape=shape, initializer=initializer)
+
+
+class Dense(Layer):
+    """y = x W + b on the last axis: [..., inputs] to [..., outputs]."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, dtype: str, use_bias: bool = True):
+        super().__init__(name, dtype)
+        self.kernel = self.weight("kernel", (inputs, outputs), "glorot_uniform")
+        self.bias = self.weight("bias", (outputs,), "zeros") if use_bias else None
+
+    def call(self, x):
+        y = ops.matmul(x, ops.cast(self.kernel, x.dtype))
+        return y if self.bias is None else y + ops.cast(self.bias, x.dtype)
+
+
+class Conv2D(Layer):
+    """Convolution, [N, H, W, inputs] to [N, H', W', outputs]; `padding` is ((top, bottom), (left, right)) zeros."""
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, dtype: str, kernel_size: int = 3, strides: int = 1, padding=None
+    ):
+        super().__init__(name, dtype)
+        self.strides = strides
+        # TensorFlow's "same" pads a strided convolution otherwise than PyTorch does: strided ones pad explicitly.
+        self.padding = padding
+        self.kernel = self.weight("kernel", (kernel_size, kernel_size, inputs, outputs), "glorot_uniform")
+        self.bias = self.weight("bias", (outputs,), "zeros")
+
+    def call(self, x):
+        if self.padding is not None:
+            x = ops.pad(x, ((0, 0), *self.padding, (0, 0)))
+        padding = "same" if self.padding is None else "valid"
+        y = ops.conv(
+            x, ops.cast(self.kernel, x.dtype), strides=self.strides, padding=padding, data_format="channels_last"
+        )
+        return y + ops.cast(self.bias, x.dtype)
+
+
+class LayerNorm(Layer):
+    """Layer normalisation over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, name: str, channels: int, epsilon: float, dtype: str):
+        super().__init__(name, dtype)
+        self.epsilon = epsilon
+        self.gamma = self.weight("gamma", (channels,), "ones")
+        self.beta = self.weight("beta", (channels,), "zeros")
+
+    def call(self, x):
+        y = ops.cast(x, "float32")
+        centred = y - ops.mean(y, axis=-1, keepdims=True)
+        variance = ops.mean(ops.square(centred), axis=-1, keepdims=True)
+        y = centred * ops.rsqrt(variance + self.epsilon) * ops.cast(self.gamma, "float32")
+        return ops.cast(y + ops.cast(self.beta, "float32"), x.dtype)
+
+
+class GroupNorm(Layer):
+    """Group normalisation of [N, H, W, C], in float32 (Wu and He 2018, arXiv:1803.08494)."""
+
+    def __init__(self, name: str, channels: int, groups: int, epsilon: float, dtype: str):
+        super().__init__(name, dtype)
+        if channels % groups:
+            raise ValueError(f"channels (={channels}) must be divisible by groups (={groups})")
+        self.groups, self.epsilon = groups, epsilon
+        self.gamma = self.weight("gamma", (channels,), "ones")
+        self.beta = self.weight("beta", (channels,), "zeros")
+
+    def call(self, x):
+        _, height, width, channels = x.shape
+        y = ops.cast(x, "float32")
+        grouped = ops.reshape(y, (-1, height * width, self.groups, channels // self.groups))
+        mean = ops.mean(grouped, axis=(1, 3), keepdims=True)
+        variance = ops.mean(ops.square(grouped - mean), axis=(1, 3), keepdims=True)
+        gamma = ops.reshape(ops.cast(self.gamma, "float32"), (1, 1, self.groups, -1))
+        beta = ops.reshape(ops.cast(self.beta, "float32"), (1, 1, self.groups, -1))
+        scale = ops.rsqrt(variance + self.epsilon) * gamma
+        shift = beta - mean * scale
+        # One multiply-add over the image; the statistics stay small.
+        scale = ops.reshape(scale, (-1, 1, 1, channels))
+        shift = ops.reshape(shift, (-1, 1, 1, channels))
+        return ops.cast(y * scale + shift, x.dtype)
+
+
+class Embedding(Layer):
+    """A table of vectors: integer [...] to [..., channels]."""
+
+    def __init__(self, name: str, rows: int, channels: int, dtype: str):
+        super().__init__(name, dtype)
+        self.embeddings = self.weight("embeddings", (rows, channels), "random_normal")
+
+    def call(self, indices):
+        return ops.take(self.embeddings, indices, axis=0)
+
+
+class ResnetBlock(Layer):
+    """Residual block: norm, SiLU, conv, (+ time), norm, SiLU, conv, + shortcut (He et al. 2016, arXiv:1512.03385)."""
+
+    def __init__(
+        self, name: str, inputs: int, outputs: int, groups: int, epsilon: float, dtype: str, time_channels: int = 0
+    ):
+        super().__init__(name, dtype)
+        self.norm1 = GroupNorm(f"{name}.norm1", inputs, groups, epsilon, dtype)
+        self.conv1 = Conv2D(f"{name}.conv1", inputs, outputs, dtype)
+        self.time_emb_proj = Dense(f"{name}.time_emb_proj", time_channels, outputs, dtype) if time_channels else None
+        self.norm2 = GroupNorm(f"{name}.norm2", outputs, groups, epsilon, dtype)
+        self.conv2 = Conv2D(f"{name}.conv2", outputs, outputs, dtype)
+        self.conv_shortcut = None
+        if inputs != outputs:
+            self.conv_shortcut = Conv2D(f"{name}.conv_shortcut", inputs, outputs, dtype, kernel_size=1)
+
+    def call(self, x, time=None):
+        """x [N, H, W, inputs], time [N, time_channels] already through SiLU."""
+        y = self.conv1(ops.silu(self.norm1(x)))
+        if self.time_emb_proj is not None:
+            y = y + self.time_emb_proj(time)[:, None, None, :]
+        y = self.conv2(ops.silu(self.norm2(y)))
+        return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class Downsample(Layer):
+    """Halve height and width by a strided convolution; `padding` tells the UNet's from the VAE encoder's."""
+
+    def __init__(self, name: str, channels: int, padding: tuple[int, int], dtype: str):
+        super().__init__(name, dtype)
+        self.conv = Conv2D(f"{name}.conv", channels, channels, dtype, strides=2, padding=(padding, padding))
+
+    def call(self, x):
+        return self.conv(x)
+
+
+class Upsample(Layer):
+    """Double height and width (nearest neighbour), cut to `size` where a skip connection is odd, then convolve."""
+
+    def __init__(self, name: str, channels: int, dtype: str):
+        super().__init__(name, dtype)
+        self.conv = Conv2D(f"{name}.conv", channels, channels, dtype)
+
+    def call(self, x, size=None):
+        _, height, width, channels = x.shape
+        x = ops.broadcast_to(x[:, :, None, :, None, :], (x.shape[0], height, 2, width, 2, channels))
+        x = ops.reshape(x, (-1, 2 * height, 2 * width, channels))
+        if size is not None:
+            x = x[:, : size[0], : size[1]]
+        return self.conv(x)
+
+
+def attention(query, key, value, num_heads: int, mask=None):
+    """Scaled dot-product attention, softmax in float32 (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Args:
+        query: [N, T, C]; key, value: [N, S, C]; any float dtype.
+        num_heads: divides C.
+        mask: bool [T, S], False where attention is forbidden; None allows all.
+
+    Returns:
+        [N, T, C] in the dtype of `query`.
+    """
+    channels = query.shape[-1]
+    head_size = channels // num_heads
+
+    def split(x):
+        return ops.transpose(ops.reshape(x, (-1, x.shape[1], num_heads, head_size)), (0, 2, 1, 3))
+
+    # Scaling the query first keeps float16 logits finite.
+    logits = ops.matmul(split(query * head_size**-0.5), ops.transpose(split(key), (0, 1, 3, 2)))
+    logits = ops.cast(logits, "float32")
+    if mask is not None:
+        # Selection, never 0 * inf: that would be NaN.
+        logits = ops.where(mask, logits, -1e9)
+    weights = ops.cast(ops.softmax(logits, axis=-1), query.dtype)
+    mixed = ops.transpose(ops.matmul(weights, split(value)), (0, 2, 1, 3))
+    return ops.reshape(mixed, (-1, query.shape[1], channels))

@@ -1,0 +1,57 @@
+"""CLIP's text encoder (Radford et al. 2021, arXiv:2103.00020)."""
+
+import numpy as np
+from keras import ops
+
+from models.config import TextEncoderConfig
+from models.layers import Dense, Embedding, Layer, LayerNorm, attention
+
+ACTIVATIONS = {
+    "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
+    "gelu": lambda x: ops.gelu(x, approximate=False),
+}
+
+
+class TextEncoder(Layer):
+    """Token ids int32[N, 77] to the last layer's normalised states [N, 77, hidden_size]."""
+
+    def __init__(self, config: TextEncoderConfig, dtype: str = "float32"):
+        super().__init__("text_encoder", dtype)
+        c = config
+        self.token_embedding = Embedding("embeddings.token_embedding", c.vocab_size, c.hidden_size, dtype)
+        self.position_embedding = Embedding(
+            "embeddings.position_embedding", c.max_position_embeddings, c.hidden_size, dtype
+        )
+        self.blocks = [EncoderLayer(f"encoder.layers.{i}", c, dtype) for i in range(c.num_hidden_layers)]
+        self.final_layer_norm = LayerNorm("final_layer_norm", c.hidden_size, c.layer_norm_eps, dtype)
+
+    def call(self, tokens):
+        length = tokens.shape[1]
+        causal = np.tril(np.ones((length, length), dtype=bool))
+        x = self.token_embedding(tokens) + self.position_embedding(np.arange(length, dtype="int32"))
+        for block in self.blocks:
+            x = block(x, causal)
+        return self.final_layer_norm(x)
+
+
+class EncoderLayer(Layer):
+    """One pre-norm transformer layer: causal self-attention, then a two-layer perceptron."""
+
+    def __init__(self, name: str, config: TextEncoderConfig, dtype: str):
+        super().__init__(name, dtype)
+        c, width = config, config.hidden_size
+        self.num_heads = c.num_attention_heads
+        self.activation = ACTIVATIONS[c.hidden_act]
+        self.layer_norm1 = LayerNorm(f"{name}.layer_norm1", width, c.layer_norm_eps, dtype)
+        self.q_proj = Dense(f"{name}.self_attn.q_proj", width, width, dtype)
+        self.k_proj = Dense(f"{name}.self_attn.k_proj", width, width, dtype)
+        self.v_proj = Dense(f"{name}.self_attn.v_proj", width, width, dtype)
+        self.out_proj = Dense(f"{name}.self_attn.out_proj", width, width, dtype)
+        self.layer_norm2 = LayerNorm(f"{name}.layer_norm2", width, c.layer_norm_eps, dtype)
+        self.fc1 = Dense(f"{name}.mlp.fc1", width, c.intermediate_size, dtype)
+        self.fc2 = Dense(f"{name}.mlp.fc2", c.intermediate_size, width, dtype)
+
+    def call(self, x, mask):
+        y = self.layer_norm1(x)
+        x = x + self.out_proj(attention(self.q_proj(y), self.k_proj(y), self.v_proj(y), self.num_heads, mask))
+        return x + self.fc2(self.activation(self.fc1(self.layer_norm2(x))))
