@@ -204,6 +204,24 @@ def check_diffusers_folder(folder: Path) -> list[str]:
     return [f"{name}/" for name in sorted(IGNORED_COMPONENTS) if (folder / name).exists()]
 
 
+def read_kerascv(variables: Sequence, component: str) -> dict[str, Tensor]:
+    """The weights of one of KerasCV's networks, named by their order.
+
+    Args:
+        variables: the `weights` of its Keras model, in its order.
+        component: "text_encoder", "unet" or "vae" (the decoder).
+
+    Raises:
+        InputError: not as many variables as the table names.
+    """
+    names = keymaps.KERASCV_NAMES[component]
+    if len(names) != len(variables):
+        raise InputError(
+            f"KerasCV's {component}: expected {len(names)} weights as in KerasCV 0.9, found {len(variables)}"
+        )
+    return {name: Tensor(tuple(v.shape), np.dtype(v.dtype), v.numpy) for name, v in zip(names, variables, strict=True)}
+
+
 def load(layers: Sequence, source: Source, keymap: keymaps.KeyMap, where: str) -> list[str]:
     """Fill every variable of `layers` from `source`: total and strict.
 
@@ -270,6 +288,7 @@ TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda array: array,
     "dense": _dense,
     "conv": lambda array: array.transpose(2, 3, 1, 0),
+    "squeeze": lambda array: array.reshape(array.shape[2:]),
 }
 
 
@@ -279,6 +298,8 @@ def _transformed_shape(shape: tuple[int, ...], transform: str) -> tuple[int, ...
         return shape[1::-1] if len(shape) == 2 or (len(shape) == 4 and shape[2:] == (1, 1)) else None
     if transform == "conv":
         return (*shape[2:], shape[1], shape[0]) if len(shape) == 4 else None
+    if transform == "squeeze":
+        return shape[2:] if len(shape) == 4 and shape[:2] == (1, 1) else None
     return shape
 
 

@@ -6,6 +6,7 @@ matches each name. The target is our variable name, LAYER.VARIABLE. Transforms a
     same     the array as it is
     dense    [out, in] to [in, out]; a 1x1 convolution [out, in, 1, 1] counts as the same layer
     conv     [out, in, height, width] to [height, width, in, out]
+    squeeze  [1, 1, in, out] to [in, out]: a 1x1 convolution already in Keras' layout counts as the dense layer
 """
 
 import dataclasses
@@ -74,6 +75,115 @@ DIFFUSERS: dict[str, KeyMap] = {
             (r"(.*\.)proj_attn\.bias", r"\1to_out.0.bias", "same"),
         ],
     ),
+}
+
+
+# KerasCV 0.9's StableDiffusion. Keras numbers layers per process, so its variables have an order but no lasting
+# names, and its weight files are read by that order too. These lists name the variables in that order.
+_KERASCV_NORM, _KERASCV_LINEAR, _KERASCV_MATRIX = ("gamma", "beta"), ("kernel", "bias"), ("kernel",)
+_KERASCV_RESNET = {
+    "norm1": _KERASCV_NORM,
+    "conv1": _KERASCV_LINEAR,
+    "norm2": _KERASCV_NORM,
+    "conv2": _KERASCV_LINEAR,
+}
+_KERASCV_TIME_RESNET = {
+    "norm1": _KERASCV_NORM,
+    "conv1": _KERASCV_LINEAR,
+    "time_emb_proj": _KERASCV_LINEAR,
+    "norm2": _KERASCV_NORM,
+    "conv2": _KERASCV_LINEAR,
+}
+_KERASCV_SHORTCUT = {"conv_shortcut": _KERASCV_LINEAR}
+_KERASCV_TRANSFORMER = {
+    "norm": _KERASCV_NORM,
+    "proj_in": _KERASCV_LINEAR,
+    "transformer_blocks.0.norm1": _KERASCV_NORM,
+    **{f"transformer_blocks.0.attn1.{name}": _KERASCV_MATRIX for name in ("to_q", "to_k", "to_v")},
+    "transformer_blocks.0.attn1.to_out.0": _KERASCV_LINEAR,
+    "transformer_blocks.0.norm2": _KERASCV_NORM,
+    **{f"transformer_blocks.0.attn2.{name}": _KERASCV_MATRIX for name in ("to_q", "to_k", "to_v")},
+    "transformer_blocks.0.attn2.to_out.0": _KERASCV_LINEAR,
+    "transformer_blocks.0.norm3": _KERASCV_NORM,
+    "transformer_blocks.0.ff.net.0.proj": _KERASCV_LINEAR,
+    "transformer_blocks.0.ff.net.2": _KERASCV_LINEAR,
+    "proj_out": _KERASCV_LINEAR,
+}
+_KERASCV_ENCODER_LAYER = {
+    "layer_norm1": _KERASCV_NORM,
+    **{f"self_attn.{name}": _KERASCV_LINEAR for name in ("q_proj", "k_proj", "v_proj", "out_proj")},
+    "layer_norm2": _KERASCV_NORM,
+    "mlp.fc1": _KERASCV_LINEAR,
+    "mlp.fc2": _KERASCV_LINEAR,
+}
+
+
+def _kerascv(prefix: str, layers: dict[str, tuple[str, ...]]) -> list[str]:
+    return [f"{prefix}{layer}.{variable}" for layer, variables in layers.items() for variable in variables]
+
+
+def _kerascv_unet_block(name: str, layers: int, shortcuts: int, attention: bool, resample: str | None) -> list[str]:
+    """One resolution; its first `shortcuts` residual blocks change the number of channels."""
+    names = []
+    for i in range(layers):
+        names += _kerascv(f"{name}.resnets.{i}.", _KERASCV_TIME_RESNET | (_KERASCV_SHORTCUT if i < shortcuts else {}))
+        if attention:
+            names += _kerascv(f"{name}.attentions.{i}.", _KERASCV_TRANSFORMER)
+    return names + (_kerascv(f"{name}.{resample}.0.", {"conv": _KERASCV_LINEAR}) if resample else [])
+
+
+def _kerascv_vae_block(name: str, shortcuts: int, upsample: bool) -> list[str]:
+    names = []
+    for i in range(3):
+        names += _kerascv(f"{name}.resnets.{i}.", _KERASCV_RESNET | (_KERASCV_SHORTCUT if i < shortcuts else {}))
+    return names + (_kerascv(f"{name}.upsamplers.0.", {"conv": _KERASCV_LINEAR}) if upsample else [])
+
+
+KERASCV_NAMES: dict[str, list[str]] = {
+    "text_encoder": [
+        "embeddings.token_embedding.embeddings",
+        "embeddings.position_embedding.embeddings",
+        *[name for i in range(12) for name in _kerascv(f"encoder.layers.{i}.", _KERASCV_ENCODER_LAYER)],
+        *_kerascv("", {"final_layer_norm": _KERASCV_NORM}),
+    ],
+    "unet": [
+        *_kerascv("", {"time_embedding.linear_1": _KERASCV_LINEAR}),
+        *_kerascv("", {"conv_in": _KERASCV_LINEAR}),
+        *_kerascv("", {"time_embedding.linear_2": _KERASCV_LINEAR}),
+        *_kerascv_unet_block("down_blocks.0", 2, shortcuts=0, attention=True, resample="downsamplers"),
+        *_kerascv_unet_block("down_blocks.1", 2, shortcuts=1, attention=True, resample="downsamplers"),
+        *_kerascv_unet_block("down_blocks.2", 2, shortcuts=1, attention=True, resample="downsamplers"),
+        *_kerascv_unet_block("down_blocks.3", 2, shortcuts=0, attention=False, resample=None),
+        *_kerascv("mid_block.resnets.0.", _KERASCV_TIME_RESNET),
+        *_kerascv("mid_block.attentions.0.", _KERASCV_TRANSFORMER),
+        *_kerascv("mid_block.resnets.1.", _KERASCV_TIME_RESNET),
+        *_kerascv_unet_block("up_blocks.0", 3, shortcuts=3, attention=False, resample="upsamplers"),
+        *_kerascv_unet_block("up_blocks.1", 3, shortcuts=3, attention=True, resample="upsamplers"),
+        *_kerascv_unet_block("up_blocks.2", 3, shortcuts=3, attention=True, resample="upsamplers"),
+        *_kerascv_unet_block("up_blocks.3", 3, shortcuts=3, attention=True, resample=None),
+        *_kerascv("", {"conv_norm_out": _KERASCV_NORM, "conv_out": _KERASCV_LINEAR}),
+    ],
+    # The decoder only: KerasCV's text-to-image has no VAE encoder.
+    "vae": [
+        *_kerascv("", {"post_quant_conv": _KERASCV_LINEAR, "decoder.conv_in": _KERASCV_LINEAR}),
+        *_kerascv("decoder.mid_block.resnets.0.", _KERASCV_RESNET),
+        *_kerascv("decoder.mid_block.attentions.0.", {"group_norm": _KERASCV_NORM}),
+        *_kerascv("decoder.mid_block.attentions.0.", dict.fromkeys(("to_q", "to_k", "to_v"), _KERASCV_LINEAR)),
+        *_kerascv("decoder.mid_block.attentions.0.", {"to_out.0": _KERASCV_LINEAR}),
+        *_kerascv("decoder.mid_block.resnets.1.", _KERASCV_RESNET),
+        *_kerascv_vae_block("decoder.up_blocks.0", shortcuts=0, upsample=True),
+        *_kerascv_vae_block("decoder.up_blocks.1", shortcuts=0, upsample=True),
+        *_kerascv_vae_block("decoder.up_blocks.2", shortcuts=1, upsample=True),
+        *_kerascv_vae_block("decoder.up_blocks.3", shortcuts=1, upsample=False),
+        *_kerascv("", {"decoder.conv_norm_out": _KERASCV_NORM, "decoder.conv_out": _KERASCV_LINEAR}),
+    ],
+}
+
+_POINTWISE = r".*\.(?:attentions\.\d+\.(?:proj_in|proj_out)|mid_block\.attentions\.0\.to_(?:[qkv]|out\.0))\.kernel"
+
+KERASCV: dict[str, KeyMap] = {
+    component: KeyMap(rules=[(f"({_POINTWISE})", r"\1", "squeeze"), (rf"((?!{_POINTWISE}).*)", r"\1", "same")])
+    for component in KERASCV_NAMES
 }
 
 
