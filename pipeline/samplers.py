@@ -63,9 +63,9 @@ def alphas_cumprod(config: SchedulerConfig) -> np.ndarray:
     """The share of signal left at each training timestep (Ho et al. 2020, arXiv:2006.11239, section 2).
 
     PyTorch computes the betas in float32, each with one rounding (fused multiply-add), and multiplies the alphas up
-    in float64. This does the same and reproduces diffusers' float32 table to the last bit. Betas in float64 would be
-    nearer to the formula, but 1 - alphas_cumprod would differ from diffusers' by up to 2.6e-5 relative at small
-    timesteps, because float32 keeps few digits of 1 - beta.
+    in float64. This does the same and reproduces diffusers' float32 table to the last bit: float32 keeps few digits
+    of 1 - beta, so with betas in float64 1 - alphas_cumprod differs by up to 2.6e-5 relative at small timesteps, and
+    a run's latents by 1.3e-5 (Euler, largest) instead of 4e-6.
 
     Returns:
         float64[num_train_timesteps] in (0, 1), strictly falling, each a float32 value.
