@@ -202,13 +202,22 @@ def kerascv_numerics(config: ModelConfig) -> ModelConfig:
     """The same architecture computed as KerasCV computes it, so that its weights draw its pictures.
 
     KerasCV's named differences from diffusers: epsilon 1e-5 in every GroupNorm, tanh GELU in the UNet's
-    feed-forward layers, and its own step grid.
+    feed-forward layers, pixels truncated to integers, and its own step grid: DDIM over timesteps spread evenly
+    from 999 to 0, both included, whose last step ends at a signal of exactly 1.
     """
     return dataclasses.replace(
         config,
         numerics="kerascv",
         unet=dataclasses.replace(config.unet, transformer_norm_eps=1e-5, geglu_act="gelu_tanh"),
         vae=dataclasses.replace(config.vae, norm_eps=1e-5),
+        scheduler=dataclasses.replace(
+            config.scheduler,
+            class_name="DDIMScheduler",
+            timestep_spacing="linspace",
+            steps_offset=0,
+            set_alpha_to_one=True,
+            final_sigmas_type="zero",
+        ),
     )
 
 
