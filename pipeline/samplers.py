@@ -122,10 +122,10 @@ def ddim(config: SchedulerConfig, num_steps: int) -> Steps:
     Raises:
         InputError: see `timesteps`.
     """
-    settings = _settings("ddim", config)
-    grid = timesteps(config, settings["timestep_spacing"], num_steps, settings["steps_offset"])
+    config = resolved("ddim", config)
+    grid = timesteps(config, config.timestep_spacing, num_steps, config.steps_offset)
     schedule = alphas_cumprod(config)
-    last = 1.0 if settings["set_alpha_to_one"] else schedule[0]
+    last = 1.0 if config.set_alpha_to_one else schedule[0]
     return Steps(0.0, 1.0, _first_order_rows(config, grid, np.append(schedule[grid], last)))
 
 
@@ -143,17 +143,17 @@ def euler(config: SchedulerConfig, num_steps: int) -> Steps:
     Raises:
         InputError: see `timesteps`; an unknown final_sigmas_type.
     """
-    settings = _settings("euler", config)
-    spacing = settings["timestep_spacing"]
-    grid = _grid(config, spacing, num_steps, settings["steps_offset"])
+    config = resolved("euler", config)
+    spacing = config.timestep_spacing
+    grid = _grid(config, spacing, num_steps, config.steps_offset)
     # diffusers interpolates at the float32 timestep that it also gives to the UNet.
     grid = (grid if spacing == "linspace" else np.round(grid)).astype(np.float32).astype(np.float64)
     schedule = alphas_cumprod(config)
     all_sigmas = np.sqrt((1 - schedule) / schedule)
     sigmas = np.interp(grid, np.arange(len(all_sigmas)), all_sigmas)
-    if settings["final_sigmas_type"] not in ("zero", "sigma_min"):
-        raise InputError(f"final_sigmas_type should be 'zero' or 'sigma_min', found {settings['final_sigmas_type']!r}")
-    last = 0.0 if settings["final_sigmas_type"] == "zero" else all_sigmas[0]
+    if config.final_sigmas_type not in ("zero", "sigma_min"):
+        raise InputError(f"final_sigmas_type should be 'zero' or 'sigma_min', found {config.final_sigmas_type!r}")
+    last = 0.0 if config.final_sigmas_type == "zero" else all_sigmas[0]
     noise = 1.0 if spacing == "leading" else float(sigmas[0] / np.sqrt(1 + sigmas[0] ** 2))
     return Steps(0.0, noise, _first_order_rows(config, grid, 1 / (1 + np.append(sigmas, last) ** 2)))
 
@@ -204,7 +204,7 @@ def notices(name: str, config: SchedulerConfig) -> list[str]:
     """
     if name not in SAMPLERS:
         raise InputError(f"unknown sampler {name!r}; available: {', '.join(SAMPLERS)}")
-    spacing = _settings(name, config)["timestep_spacing"]
+    spacing = resolved(name, config).timestep_spacing
     absent = [
         f"{key} = {value!r}"
         for key, value in DEFAULTS[name].items()
@@ -228,10 +228,10 @@ def default_sampler(class_name: str) -> tuple[str, str | None]:
     return name, f"the checkpoint asks for {class_name}, which is not available; using {name}, {kind}"
 
 
-def _settings(name: str, config: SchedulerConfig) -> dict:
-    """The keys sampler `name` reads, None replaced by its class's default."""
-    given = {key: getattr(config, key) for key in DEFAULTS[name]}
-    return {key: DEFAULTS[name][key] if value is None else value for key, value in given.items()}
+def resolved(name: str, config: SchedulerConfig) -> SchedulerConfig:
+    """The same schedule with everything that sampler `name` reads filled in from its class's defaults."""
+    absent = {key: value for key, value in DEFAULTS[name].items() if getattr(config, key) is None}
+    return dataclasses.replace(config, **absent)
 
 
 def _check_integer(what: str, value, most: int, whose: str) -> None:

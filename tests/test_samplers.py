@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.config import FAMILIES, InputError
+from models.config import FAMILIES, InputError, kerascv_numerics
 from pipeline import samplers
 from pipeline.samplers import ROW, SAMPLERS, Steps, steps_table
 
@@ -145,6 +145,18 @@ def test_other_grids():
     assert grid("euler", scheduler(timestep_spacing="linspace"), 50)[1] == np.float32(999 - 999 / 49)
 
 
+def test_kerascv_has_a_grid_of_its_own():
+    kerascv = kerascv_numerics(FAMILIES["sd1"]).scheduler
+    steps = SAMPLERS["ddim"](kerascv, 50).rows
+    expected = np.round(np.arange(49, -1, -1) * 999 / 49)
+    assert steps[:3, 0].tolist() == [999, 979, 958]
+    np.testing.assert_array_equal(steps[:, 0], expected)
+    assert steps[-1, ROW["A"]][0] == 0  # ends at a signal of 1
+    # KerasCV before 2024 walked the "leading" grid with offset 1, and ended there too.
+    legacy = scheduler(timestep_spacing="leading", steps_offset=1, set_alpha_to_one=True)
+    assert grid("ddim", legacy, 50).tolist() == list(range(981, 0, -20))
+
+
 def test_model_is_called_with_exactly_the_list():
     called = []
 
@@ -280,6 +292,9 @@ def test_bad_schedulers(changes, message):
 
 def test_absent_keys_take_the_default_of_the_samplers_class_with_one_notice():
     silent = scheduler(timestep_spacing=None, steps_offset=None, set_alpha_to_one=None, final_sigmas_type=None)
+    filled = samplers.resolved("ddim", silent)
+    assert (filled.timestep_spacing, filled.steps_offset, filled.set_alpha_to_one) == ("leading", 0, True)
+    assert filled.final_sigmas_type is None and samplers.resolved("ddim", SD1) == SD1
     assert grid("ddim", silent, 4).tolist() == [750, 500, 250, 0]
     assert SAMPLERS["ddim"](silent, 4).rows[-1, ROW["A"]][0] == 0  # set_alpha_to_one: ends without noise
     assert grid("euler", silent, 4).tolist() == [999, 666, 333, 0]
