@@ -40,6 +40,13 @@ def test_seed_0_is_torchs_cuda_draw(shape):
     np.testing.assert_allclose(drawn.reshape(-1)[:12], SEED_0, atol=2e-6)
 
 
+def test_counter_is_the_draw_and_the_position_and_the_key_is_the_seed():
+    counter = np.array([[3, 3], [0, 0], [0, 1], [0, 0]], np.uint32)
+    first, second, _, _ = noise.philox(counter, np.array([5, 9], np.uint32)).astype(np.float64)
+    expected = np.sqrt(-2 * np.log((first + 0.5) / 2**32)) * np.sin(2 * np.pi * (second + 0.5) / 2**32)
+    np.testing.assert_allclose(noise.normal((9 << 32) + 5, 3, (2,)), expected, atol=2e-6)
+
+
 def test_latents_are_drawn_in_channel_order_and_transposed():
     latents = noise.initial_latents([0], 3, 4)
     assert latents.shape == (1, 3, 4, 4) and latents.dtype == np.float32

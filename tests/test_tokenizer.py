@@ -18,6 +18,7 @@ BOS, EOS = 49406, 49407
 CLEANED = [
     "a &amp; b &lt;3",
     "a &amp;amp; b",
+    "<3 &amp;amp; &amp;lt;",
     "schÃ¶n mojibake â€œquotedâ€\x9d",
     "“curly” ‘quotes’ don’t",
     "ﬁre ｆｕｌｌ ｗｉｄｔｈ",

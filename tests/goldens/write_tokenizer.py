@@ -56,6 +56,7 @@ PROMPTS = [
     # Cleaning that transformers 5 skips:
     "a &amp; b &lt;3",
     "a &amp;amp; b",
+    "<3 &amp;amp; &amp;lt;",
     "schÃ¶n mojibake â€œquotedâ€\x9d",
     "“curly” ‘quotes’ don’t",
     "ﬁre ｆｕｌｌ ｗｉｄｔｈ",
