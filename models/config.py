@@ -106,6 +106,7 @@ class ModelConfig:
 
     family: str  # a key of FAMILIES
     numerics: str  # "reference" (diffusers) or "kerascv"; see `kerascv_numerics`
+    default_size: int  # pixels; height and width it was trained at
     text_encoder: TextEncoderConfig
     unet: UNetConfig
     vae: VAEConfig
@@ -113,10 +114,55 @@ class ModelConfig:
     defaults: Defaults
 
 
+@dataclasses.dataclass(frozen=True)
+class ExportSpec:
+    """What an export fixes. Sampler, step count, spacing, guidance and seeds stay free."""
+
+    height: int  # pixels
+    width: int
+    prompts: int  # P, prompts per call
+    images_per_prompt: int  # M; image r belongs to prompt r // M
+    dtype: str  # of the stored weights: "float32" or "bfloat16"
+    max_steps: int  # S, rows of the steps table
+
+    @property
+    def num_images(self) -> int:
+        """N, images per call."""
+        return self.prompts * self.images_per_prompt
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise InputError for a size, count or dtype that cannot be exported."""
+        step = config.vae.downscale
+        for name in ("height", "width"):
+            value = getattr(self, name)
+            if value < step or value % step:
+                below = max(step, value // step * step)
+                raise InputError(f"--{name} {value}: must be a multiple of {step}; nearest: {below} or {below + step}")
+        for name, most in (("prompts", 1024), ("images_per_prompt", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                raise InputError(f"--{name} {getattr(self, name)}: must be 1..{most}")
+        if not 1 <= self.max_steps <= config.scheduler.num_train_timesteps:
+            raise InputError(f"--max_steps {self.max_steps}: must be 1..{config.scheduler.num_train_timesteps}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape (None: any size) and dtype of one tensor at a signature's border."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+DTYPES = ("float32", "bfloat16")
+
 FAMILIES: dict[str, ModelConfig] = {
     "sd1": ModelConfig(
         family="sd1",
         numerics="reference",
+        default_size=512,
         text_encoder=TextEncoderConfig(
             vocab_size=49408,
             max_position_embeddings=77,
@@ -187,12 +233,16 @@ def from_diffusers(folder: Path) -> ModelConfig:
             f"{index.get('_class_name')!r}; text-to-image checkpoints of Stable Diffusion 1.x are supported"
         )
     family = FAMILIES["sd1"]
+    vae = _vae(folder / "vae" / "config.json")
+    # In latents; diffusers also allows [height, width], which no Stable Diffusion 1.x checkpoint uses.
+    sample_size = _Fields(folder / "unet" / "config.json").get("sample_size", int, family.default_size // 8)
     return ModelConfig(
         family=family.family,
         numerics=family.numerics,
+        default_size=sample_size * vae.downscale,
         text_encoder=_text_encoder(folder / "text_encoder" / "config.json"),
         unet=_unet(folder / "unet" / "config.json"),
-        vae=_vae(folder / "vae" / "config.json"),
+        vae=vae,
         scheduler=_scheduler(folder / "scheduler" / "scheduler_config.json"),
         defaults=_defaults(folder / "generation_config.json", family.defaults),
     )

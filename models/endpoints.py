@@ -1,0 +1,318 @@
+"""The exported functions: what each SavedModel computes, and the names, shapes and dtypes of its tensors.
+
+The single source of the signatures and of the manifest. Names are the wiring: every output of `encode`
+is, by name, an input of `denoise`, whose output `latent` is the input of `decode`.
+
+Written in keras.ops only. What needs TensorFlow is declared here as data and done by the exporter: inputs
+drawn afresh on each call, checks that raise, PNG encoding.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+from keras import ops
+
+from models import loop
+from models.config import ExportSpec, ModelConfig, SchedulerConfig, TensorSpec
+
+# Prediction's conditioning: (name for the prompt, name for the negative prompt).
+CONDITIONING = (("context", "unconditional_context"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """One signature of one SavedModel."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    function: Callable[..., dict]  # named tensors to named tensors, at least `outputs`
+    drawn: tuple[TensorSpec, ...] = ()  # inputs of the function that no client sends: fresh standard normal noise
+    require: Callable[..., list[tuple]] | None = None  # inputs to [(bool[], message)], asserted before the call
+    ensure: Callable[..., list[tuple]] | None = None  # all outputs of the function to the same, after the call
+    png: dict[str, str] = dataclasses.field(default_factory=dict)  # output -> uint8 image it is the PNG of
+
+
+Share = Callable[[Callable], Callable]  # how endpoints reuse one traced body, e.g. tf.function
+
+
+def text_encoder(model, config: ModelConfig, spec: ExportSpec, empty_tokens: np.ndarray) -> list[Endpoint]:
+    """`serving_default` for clients of the KerasCV SavedModels, and `encode`.
+
+    Args:
+        empty_tokens: int32[77], the empty prompt's ids.
+    """
+    length, width = config.text_encoder.max_position_embeddings, config.text_encoder.hidden_size
+    prompts, images, per_prompt = spec.prompts, spec.num_images, spec.images_per_prompt
+    contexts = (
+        TensorSpec("context", (images, length, width), "float32"),
+        TensorSpec("unconditional_context", (images, length, width), "float32"),
+    )
+
+    def serving_default(tokens):
+        rows = ops.shape(tokens)[0]
+        # Image r takes token row r * B // N; the empty prompt is the last row.
+        context = ops.cast(model(ops.concatenate([tokens, empty_tokens[None]], axis=0)), "float32")
+        index = ops.arange(images, dtype="int32") * rows // images
+        unconditional = ops.take(context, ops.zeros((images,), dtype="int32") + rows, axis=0)
+        return {"context": ops.take(context, index, axis=0), "unconditional_context": unconditional}
+
+    def batch_fits(tokens):
+        rows = ops.shape(tokens)[0]
+        fits = ops.logical_or(rows == 1, ops.logical_or(rows == prompts, rows == images))
+        return [(fits, f"tokens must have 1, {prompts} or {images} rows")]
+
+    def encode(tokens, negative_tokens, token_weights, negative_token_weights):
+        context = ops.cast(model(ops.concatenate([tokens, negative_tokens], axis=0)), "float32")
+        context = weigh(context, ops.concatenate([token_weights, negative_token_weights], axis=0))
+        positive, negative = context[:prompts], context[prompts:]
+        return {
+            "context": ops.repeat(positive, per_prompt, axis=0),
+            "unconditional_context": ops.repeat(negative, per_prompt, axis=0),
+        }
+
+    return [
+        Endpoint(
+            name="serving_default",
+            inputs=(TensorSpec("tokens", (None, length), "int32"),),
+            outputs=contexts,
+            function=serving_default,
+            require=batch_fits,
+        ),
+        Endpoint(
+            name="encode",
+            inputs=(
+                TensorSpec("tokens", (prompts, length), "int32"),
+                TensorSpec("negative_tokens", (prompts, length), "int32"),
+                TensorSpec("token_weights", (prompts, length), "float32"),
+                TensorSpec("negative_token_weights", (prompts, length), "float32"),
+            ),
+            outputs=contexts,
+            function=encode,
+        ),
+    ]
+
+
+def weigh(context, weights):
+    """Multiply each token's vector f32[B,T,D] by its weight f32[B,T], keeping each row's mean over all numbers.
+
+    A row whose weights are all 1 is returned as it is, bit for bit.
+    """
+    weighted = context * weights[..., None]
+    before = ops.mean(context, axis=(1, 2), keepdims=True)
+    after = ops.mean(weighted, axis=(1, 2), keepdims=True)
+    unweighted = ops.all(weights == 1.0, axis=1)[:, None, None]
+    return ops.where(unweighted, context, weighted * (before / ops.where(after == 0.0, 1.0, after)))
+
+
+def diffusion_model(
+    model,
+    config: ModelConfig,
+    spec: ExportSpec,
+    ddim: SchedulerConfig,
+    alphas_cumprod: np.ndarray,
+    share: Share = lambda function: function,
+) -> list[Endpoint]:
+    """`serving_default`, `denoise` (the whole loop) and `unet` (one prediction).
+
+    Args:
+        ddim: the checkpoint's schedule with DDIM's own defaults filled in, for `serving_default`.
+        alphas_cumprod: float64[num_train_timesteps].
+    """
+    images, steps = spec.num_images, spec.max_steps
+    length, width = config.text_encoder.max_position_embeddings, config.unet.cross_attention_dim
+    latent_shape = (
+        images,
+        spec.height // config.vae.downscale,
+        spec.width // config.vae.downscale,
+        config.vae.latent_channels,
+    )
+    latent = TensorSpec("latent", latent_shape, "float32")
+    memory = TensorSpec("memory", (loop.STATE - 1, *latent_shape), "float32")
+    contexts = {name: TensorSpec(name, (images, length, width), "float32") for pair in CONDITIONING for name in pair}
+
+    def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
+        conditioning = {name: (contexts[name], contexts[negative]) for name, negative in CONDITIONING}
+        state = loop.denoise(
+            *(model, latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, conditioning)
+        )
+        return dict(zip(("latent", "memory", "denoised"), state, strict=True))
+
+    run = share(run)
+
+    def denoise(guidance_scale, **inputs):
+        # A scale of 1 or less means the conditional prediction alone, as in diffusers.
+        return run(guidance=ops.maximum(guidance_scale - 1.0, 0.0), **inputs)
+
+    def rows_fit(first_step, last_step, **_):
+        return [
+            (ops.logical_and(first_step >= 0, first_step <= last_step), "first_step must be in 0..last_step"),
+            (last_step <= steps, f"last_step must be at most {steps}, the rows of the steps table"),
+        ]
+
+    def serving_default(latent, num_steps, unconditional_guidance_scale, **contexts):
+        # The published SavedModels' guidance, u + s (c - u) at every s.
+        return run(
+            latent=latent,
+            memory=ops.zeros(memory.shape, dtype="float32"),
+            steps=ddim_rows(num_steps, steps, ddim, alphas_cumprod),
+            first_step=ops.zeros((), dtype="int32"),
+            # A count outside the table becomes a range outside it, which gives NaN.
+            last_step=ops.where(num_steps < 1, steps + 1, num_steps),
+            guidance=ops.broadcast_to(unconditional_guidance_scale - 1.0, (images,)),
+            guidance_rescale=ops.zeros((images,), dtype="float32"),
+            seed=ops.zeros((images, 2), dtype="int32"),
+            **contexts,
+        )
+
+    def count_fits(num_steps, **_):
+        fits = ops.logical_and(num_steps >= 1, num_steps <= steps)
+        return [(fits, f"num_steps must be in 1..{steps}, the rows this export was made with")]
+
+    def unet(latent, timestep, **contexts):
+        return {"prediction": model(latent, timestep, **contexts)}
+
+    scale = TensorSpec("guidance_scale", (images,), "float32")
+    return [
+        Endpoint(
+            name="serving_default",
+            inputs=(
+                *contexts.values(),
+                TensorSpec("num_steps", (), "int32"),
+                TensorSpec("unconditional_guidance_scale", (), "float32"),
+            ),
+            outputs=(latent,),
+            function=serving_default,
+            drawn=(latent,),
+            require=count_fits,
+        ),
+        Endpoint(
+            name="denoise",
+            inputs=(
+                latent,
+                memory,
+                TensorSpec("steps", (steps, loop.ROW), "float32"),
+                TensorSpec("first_step", (), "int32"),
+                TensorSpec("last_step", (), "int32"),
+                scale,
+                dataclasses.replace(scale, name="guidance_rescale"),
+                TensorSpec("seed", (images, 2), "int32"),
+                *contexts.values(),
+            ),
+            outputs=(latent, memory, dataclasses.replace(latent, name="denoised")),
+            function=denoise,
+            require=rows_fit,
+        ),
+        Endpoint(
+            name="unet",
+            inputs=(
+                latent,
+                TensorSpec("timestep", (images,), "float32"),
+                *(contexts[name] for name, _ in CONDITIONING),
+            ),
+            outputs=(dataclasses.replace(latent, name="prediction"),),
+            function=unet,
+        ),
+    ]
+
+
+def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod: np.ndarray):
+    """DDIM's steps table for a step count known only when the graph runs; equals `pipeline.samplers.ddim`.
+
+    A closed form over arange(max_steps): a range of `num_steps` would compile anew for each count.
+
+    Args:
+        num_steps: int32[] in 1..max_steps. config: no None in the fields that DDIM uses.
+
+    Returns:
+        f32[max_steps, 39]; rows from num_steps on are NaN. Song et al. 2021, arXiv:2010.02502, eq. 12, eta 0.
+    """
+    train = config.num_train_timesteps
+    i = ops.arange(max_steps, dtype="float64")
+    n = ops.cast(num_steps, "float64")
+
+    def grid(i):
+        if config.timestep_spacing == "leading":
+            return (n - 1 - i) * ops.floor(train / n) + config.steps_offset
+        if config.timestep_spacing == "trailing":
+            # numpy.arange's own arithmetic, whose rounding decides a few steps.
+            return ops.round(train + i * ((train - train / n) - train)) - 1
+        return ops.round((n - 1 - i) * ((train - 1) / ops.maximum(n - 1, 1.0)))
+
+    def alpha(timestep):
+        # No product up to here beyond the schedule means a timestep outside it: NaN, never a wrong picture.
+        inside = ops.logical_and(timestep >= 0, timestep < train)
+        index = ops.cast(ops.clip(timestep, 0, train - 1), "int32")
+        return ops.where(inside, ops.take(np.asarray(alphas_cumprod, "float64"), index), math.nan)
+
+    timestep = grid(i)
+    a = alpha(timestep)
+    final = 1.0 if config.set_alpha_to_one else float(alphas_cumprod[0])
+    previous = ops.where(i + 1 < n, alpha(grid(i + 1)), final)
+    if config.prediction_type == "epsilon":
+        p, q = 1 / ops.sqrt(a), -ops.sqrt(1 - a) / ops.sqrt(a)
+    else:
+        p, q = ops.sqrt(a), -ops.sqrt(1 - a)
+    from_latent = ops.sqrt(1 - previous) / ops.sqrt(1 - a)
+    from_denoised = ops.sqrt(previous) - from_latent * ops.sqrt(a)
+
+    zero = ops.zeros_like(i)
+    one = ops.ones_like(i)
+    unused = loop.STATE * loop.STATE - 1
+    columns = [timestep, p, q, one, from_latent, *[zero] * unused, from_denoised, *[zero] * (2 * loop.STATE - 1)]
+    rows = ops.stack(columns, axis=1)
+    return ops.cast(ops.where(ops.less(i, n)[:, None], rows, math.nan), "float32")
+
+
+def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda function: function) -> list[Endpoint]:
+    """`serving_default`, `decode`, `decode_float` and `decode_png`."""
+    images = spec.num_images
+    height, width = spec.height // config.vae.downscale, spec.width // config.vae.downscale
+    latent = TensorSpec("latent", (images, height, width, config.vae.latent_channels), "float32")
+    pixels = TensorSpec("generated_images", (images, spec.height, spec.width, 3), "uint8")
+    compute = "float32" if config.vae.force_upcast else spec.dtype
+    # KerasCV truncates, diffusers rounds.
+    to_integer = ops.floor if config.numerics == "kerascv" else ops.round
+
+    def decode_float(latent):
+        image = model(ops.cast(latent / config.vae.scaling_factor, compute))
+        return {"image": ops.cast(image, "float32")}
+
+    decode_float = share(decode_float)
+
+    def decode(latent):
+        image = decode_float(latent=latent)["image"]
+        finite = ops.all(ops.isfinite(image), axis=(1, 2, 3))
+        levels = to_integer(ops.clip(image * 0.5 + 0.5, 0.0, 1.0) * 255.0)
+        # Casting NaN to an integer gives whatever the machine likes; `finite` tells that it was there.
+        levels = ops.where(ops.isfinite(image), levels, 0.0)
+        return {"generated_images": ops.cast(levels, "uint8"), "finite": finite}
+
+    def all_finite(finite, **_):
+        return [(ops.all(finite), "the decoded images hold NaN or infinite values")]
+
+    return [
+        Endpoint(name="serving_default", inputs=(latent,), outputs=(pixels,), function=decode, ensure=all_finite),
+        Endpoint(
+            name="decode",
+            inputs=(latent,),
+            outputs=(pixels, TensorSpec("finite", (images,), "bool")),
+            function=decode,
+        ),
+        Endpoint(
+            name="decode_float",
+            inputs=(latent,),
+            outputs=(TensorSpec("image", (images, spec.height, spec.width, 3), "float32"),),
+            function=lambda latent: decode_float(latent=latent),
+        ),
+        Endpoint(
+            name="decode_png",
+            inputs=(latent,),
+            outputs=(TensorSpec("image_bytes", (images,), "string"),),
+            function=decode,
+            ensure=all_finite,
+            png={"image_bytes": "generated_images"},
+        ),
+    ]

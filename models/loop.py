@@ -1,0 +1,155 @@
+"""The denoising loop: runs the rows of a steps table.
+
+A sampler is data (`pipeline.samplers`): one row of 39 float32 numbers per model call,
+
+    timestep, p, q, g, A[5, 5], B[5], C[5]
+
+acting on a state z = (z0..z4), z0 the latent in variance-preserving scale and z1..z4 its memory:
+
+    out      = guided UNet output at (z0, timestep)
+    denoised = p z0 + q out
+    z       <- A z + B denoised + C noise(seed, row)
+
+The table, the range of rows and the guidance are inputs, so one compiled program serves every sampler,
+step count and range, and rows 0..k then k..n equal rows 0..n bit for bit.
+"""
+
+import math
+
+from keras import ops
+
+STATE = 5
+ROW = 4 + STATE * STATE + 2 * STATE
+
+
+def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, conditioning):
+    """Run rows first_step..last_step-1 of a steps table.
+
+    Args:
+        unet: function (latent f32[2N,h,w,4], timestep f32[2N], **conditioning of 2N rows) -> prediction f32[2N,h,w,4].
+        latent: f32[N,h,w,4], z0. memory: f32[4,N,h,w,4], z1..z4.
+        steps: f32[S,39]. first_step, last_step: int32[], 0 <= first <= last <= S; otherwise the result is NaN.
+        guidance: f32[N], weight of (conditional - unconditional) added to the conditional prediction:
+            guidance_scale - 1 (Ho and Salimans 2022, arXiv:2207.12598). A row's g multiplies it.
+        guidance_rescale: f32[N] in [0, 1] (Lin et al. 2023, arXiv:2305.08891, section 3.4).
+        seed: int32[N,2], low and high word of each image's seed; used by rows with noise.
+        conditioning: {name: (conditional, unconditional)}, each [N, ...].
+
+    Returns:
+        latent, memory, denoised f32[N,h,w,4] (the last row's estimate of the clean latent).
+    """
+    total = steps.shape[0]
+    in_range = ops.logical_and(first_step >= 0, ops.logical_and(first_step <= last_step, last_step <= total))
+    # A compiled graph cannot raise: a wrong range gives NaN, never a wrong picture.
+    latent = ops.where(in_range, latent, math.nan)
+    # Clamped so that the gather stays inside the table whatever the caller asked for.
+    start, stop = ops.maximum(first_step, 0), ops.minimum(last_step, total)
+    doubled = {name: ops.concatenate(pair, axis=0) for name, pair in conditioning.items()}
+    guidance = ops.reshape(guidance, (-1, 1, 1, 1))
+    state = ops.concatenate([latent[None], memory], axis=0)
+
+    def condition(index, state, denoised):
+        return index < stop
+
+    def body(index, state, denoised):
+        row = ops.take(steps, index, axis=0)
+        timestep, p, q, g = row[0], row[1], row[2], row[3]
+        a = ops.reshape(row[4 : 4 + STATE * STATE], (STATE, STATE, 1, 1, 1, 1))
+        b = ops.reshape(row[4 + STATE * STATE : ROW - STATE], (STATE, 1, 1, 1, 1))
+        c = ops.reshape(row[ROW - STATE :], (STATE, 1, 1, 1, 1))
+
+        z0 = state[0]
+        timesteps = ops.broadcast_to(timestep, (2 * z0.shape[0],))
+        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **doubled)
+        conditional, unconditional = ops.split(out, 2, axis=0)
+        # guidance 0 leaves exactly the conditional prediction.
+        out = conditional + g * guidance * (conditional - unconditional)
+        out = rescale(out, conditional, guidance_rescale)
+
+        denoised = p * z0 + q * out
+        # Multiply and sum, not a matrix product: accelerators may round that to TF32.
+        state = ops.sum(a * state[None], axis=1) + b * denoised[None]
+        state = state + c * noise(seed, index, z0.shape, ops.any(c != 0))[None]
+        return index + 1, state, denoised
+
+    _, state, denoised = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent)))
+    return state[0], state[1:], denoised
+
+
+def rescale(out, conditional, guidance_rescale):
+    """Pull the guided prediction's standard deviation back to the conditional one's (arXiv:2305.08891, eq. 15-16)."""
+    axes = (1, 2, 3)
+    amount = ops.reshape(guidance_rescale, (-1, 1, 1, 1))
+    ratio = ops.std(conditional, axis=axes, keepdims=True) / ops.std(out, axis=axes, keepdims=True)
+    return ops.where(amount > 0, out * (amount * ratio + (1 - amount)), out)
+
+
+def noise(seed, row, shape, wanted):
+    """Standard normal noise of one row of the table: Philox 4x32-10, Box-Muller (Salmon et al. 2011).
+
+    The same integers as `pipeline.noise.normal` at offset row + 1; normals agree within 2e-6, since
+    logarithm and sine differ in their last bits between compilers.
+
+    Args:
+        seed: int32[N,2]. row: int32[]. shape: (N, h, w, channels). wanted: bool[]; False gives zeros at no cost.
+
+    Returns:
+        f32[N,h,w,channels], drawn per image in [channels, h, w] order.
+    """
+    images, height, width, channels = shape
+
+    def draw():
+        words = ops.cast(seed, "uint32")
+        index = ops.cast(ops.arange(channels * height * width, dtype="int32"), "uint32")
+        u, v = philox_pair(words, ops.cast(row + 1, "uint32"), index)
+        radius = ops.sqrt(-2.0 * ops.log(_unit(u)))
+        normal = radius * ops.sin(2 * math.pi * _unit(v))
+        return ops.transpose(ops.reshape(normal, (images, channels, height, width)), (0, 2, 3, 1))
+
+    return ops.cond(wanted, draw, lambda: ops.zeros(shape, dtype="float32"))
+
+
+def _unit(bits):
+    """uint32 to float32 in (0, 1)."""
+    return ops.cast(bits, "float32") * 2.0**-32 + 2.0**-33
+
+
+def philox_pair(seed, offset, index):
+    """First two words of Philox 4x32-10: key (low, high) of the seed, counter (offset, 0, index, 0).
+
+    Args:
+        seed: uint32[N,2]. offset: uint32[]. index: uint32[M].
+
+    Returns:
+        Two uint32[N,M].
+    """
+    low, high = seed[:, :1], seed[:, 1:]
+    zero = ops.zeros_like(index)[None] * low
+    counter = [zero + offset, zero, zero + index[None], zero]
+    key = [low, high]
+    for _ in range(10):
+        high0, low0 = _multiply(_u32(0xD2511F53), counter[0])
+        high1, low1 = _multiply(_u32(0xCD9E8D57), counter[2])
+        counter = [
+            ops.bitwise_xor(ops.bitwise_xor(high1, counter[1]), key[0]),
+            low1,
+            ops.bitwise_xor(ops.bitwise_xor(high0, counter[3]), key[1]),
+            low0,
+        ]
+        key = [key[0] + _u32(0x9E3779B9), key[1] + _u32(0xBB67AE85)]
+    return counter[0], counter[1]
+
+
+def _u32(value: int):
+    # Every constant as uint32: a Python int beside uint32 silently becomes int64.
+    return ops.convert_to_tensor(value, dtype="uint32")
+
+
+def _multiply(a, b):
+    """High and low words of the 64-bit product of uint32 a and b, by 16-bit halves (no 64-bit type on a TPU)."""
+    mask, half = _u32(0xFFFF), _u32(16)
+    a_low, a_high = ops.bitwise_and(a, mask), ops.right_shift(a, half)
+    b_low, b_high = ops.bitwise_and(b, mask), ops.right_shift(b, half)
+    middle = a_high * b_low + ops.right_shift(a_low * b_low, half)
+    cross = a_low * b_high + ops.bitwise_and(middle, mask)
+    return a_high * b_high + ops.right_shift(middle, half) + ops.right_shift(cross, half), a * b

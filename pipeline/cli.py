@@ -1,0 +1,55 @@
+"""What every command does the same way: flags that must act before TensorFlow starts, and errors in one line."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+from models.config import InputError
+
+
+def run(main: Callable[[list[str]], object]) -> None:
+    """`absl.app.run`, but what the user got wrong ends as one line on stderr and exit code 1, not a traceback."""
+
+    def guarded(argv):
+        if not flags.FLAGS["verbosity"].present:
+            # TensorFlow logs pages of renamed inputs at level INFO when it saves a model.
+            logging.set_verbosity(logging.WARNING)
+        try:
+            return main(argv)
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    app.run(guarded)
+
+
+def import_tensorflow() -> None:
+    """Import TensorFlow without its start-up chatter, unless the user set TF_CPP_MIN_LOG_LEVEL."""
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    # Its first lines come before its own log level acts, straight to the file descriptor.
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 2)
+        import tensorflow  # noqa: F401
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def set_flags_before_tensorflow(xla_flags: str | None, tf_xla_flags: str | None) -> None:
+    """XLA reads its flags once, when TensorFlow is imported. Raises InputError when that has happened already."""
+    wanted = {"XLA_FLAGS": xla_flags, "TF_XLA_FLAGS": tf_xla_flags}
+    for name, value in wanted.items():
+        if value:
+            if "tensorflow" in sys.modules:
+                raise InputError(f"{name} must be set before TensorFlow is imported")
+            os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()

@@ -1,0 +1,441 @@
+"""Checkpoint to SavedModels: build one part at a time, write aside, reload, compare, rename.
+
+An export is built in a hidden sibling folder. Each part is saved, run live, freed, reloaded, run again and
+compared; only when all parts agree do renames make it visible, the manifest last. A killed or failed export
+leaves nothing that a reader or a server would load.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import fcntl
+import gc
+import importlib.metadata
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from models import checkpoint, endpoints, keymaps, text_encoder, unet, vae
+from models.config import ExportSpec, InputError, ModelConfig, from_diffusers
+from pipeline import manifest, samplers, tokenizer
+from pipeline.manifest import Difference, Manifest, Signature
+
+COMPONENTS = {
+    "text_encoder": "text_encoder",
+    "unet": "diffusion_model",
+    "decoder": "decoder",
+}  # what users name -> part
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+# PSNR in dB of the reloaded export against the live model, below which nothing is published.
+RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the weights of an export come from."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Path  # folder
+    fill: Callable[[str, list], list[str]]  # (component, built layers) -> names that were ignored
+
+
+def diffusers_source(folder: Path, variant: str | None = None) -> Source:
+    """A checkpoint in diffusers' folder layout. Raises InputError when it is none."""
+    ignored_folders = checkpoint.check_diffusers_folder(folder)
+    if ignored_folders:
+        print(f"ignored: {', '.join(ignored_folders)}")
+
+    def fill(component, layers):
+        tensors = checkpoint.read_diffusers(folder, component, variant)
+        return checkpoint.load(layers, tensors, keymaps.DIFFUSERS[component], str(folder / component))
+
+    return Source(folder.resolve().name, from_diffusers(folder), folder / "tokenizer", fill)
+
+
+def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) -> Source:
+    """The architecture with seeded random weights: speed and memory do not depend on what was learned."""
+
+    def fill(component, layers):
+        # Layers initialise themselves; only the seed is ours.
+        return []
+
+    keras.utils.set_random_seed(seed)
+    return Source(f"{config.family}-random", config, tokenizer_folder, fill)
+
+
+def export(
+    source: Source,
+    output_dir: Path,
+    spec: ExportSpec,
+    jit_components: tuple[str, ...] = (),
+    version: int | None = None,
+) -> Manifest:
+    """Write one version of an export.
+
+    Args:
+        output_dir: the export's folder, e.g. exports/emoji.
+        jit_components: names of COMPONENTS that also get XLA twins, `denoise_xla` and so on.
+        version: None takes the highest existing one + 1.
+
+    Returns:
+        The manifest, as a reader would get it.
+
+    Raises:
+        InputError: whatever makes the export impossible; nothing is left behind.
+    """
+    spec.check(source.config)
+    empty_tokens = tokenizer.load(source.tokenizer).encode("").ids
+    _check_vocabulary(source, empty_tokens)
+    for notice in samplers.notices("ddim", source.config.scheduler):
+        print(f"notice: {notice}")
+    output_dir = output_dir.absolute()
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(output_dir), _workspace(output_dir) as work:
+            version = _next_version(output_dir, version)
+            result = _write(source, work, spec, jit_components, version, empty_tokens)
+            _publish(work, output_dir, result)
+    except (
+        OSError,
+        tf.errors.ResourceExhaustedError,
+        tf.errors.PermissionDeniedError,
+        tf.errors.UnknownError,
+    ) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.message
+        raise InputError(f"{output_dir}: cannot write the export: {reason}") from error
+    return manifest.read(output_dir, version)
+
+
+def _check_vocabulary(source: Source, empty_tokens: np.ndarray) -> None:
+    highest, rows = int(empty_tokens.max()), source.config.text_encoder.vocab_size
+    if highest >= rows:
+        raise InputError(f"{source.tokenizer}: makes token id {highest}, but the text encoder has {rows} ids")
+
+
+def _write(source, work: Path, spec, jit_components, version: int, empty_tokens) -> Manifest:
+    (work / "tokenizer").mkdir()
+    for name in TOKENIZER_FILES:
+        if (source.tokenizer / name).exists():
+            shutil.copyfile(source.tokenizer / name, work / "tokenizer" / name)
+    jit_parts = {COMPONENTS[name] for name in jit_components}
+    signatures, differences, twins = {}, {}, []
+    for part, build in _parts(source, spec, empty_tokens).items():
+        jit = part in jit_parts
+        folder = work / part / str(version)
+        signatures[part], live = _save_part(build, folder, source.config, jit)
+        for name, before, after in _reload(folder, live):
+            difference = compare(before, after)
+            differences[f"{part}/{name}"] = difference
+            _report(f"{part}/{name}", difference, RELOAD_BARS[spec.dtype])
+        twins += [f"{part}/{name}" for name in signatures[part] if name.endswith("_xla")]
+    files = {str(p.relative_to(work)): manifest.sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
+    result = Manifest(
+        format=manifest.FORMAT,
+        export_id=uuid.uuid4().hex,
+        version=version,
+        checkpoint=source.name,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        spec=spec,
+        config=source.config,
+        zero_unconditional=False,
+        xla_signatures=tuple(twins),
+        signatures=signatures,
+        reload_difference=differences,
+        versions={name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "numpy", "tokenizers")},
+        files=files,
+    )
+    manifest.check_chain(result)
+    (work / "manifests").mkdir()
+    (work / "manifests" / f"{version}.json").write_text(manifest.dumps(result), encoding="utf-8")
+    return result
+
+
+def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable]:
+    """Part -> function that builds and fills its layers: () -> (variables to save, endpoints)."""
+    config, dtype = source.config, spec.dtype
+
+    def build_text_encoder():
+        model = text_encoder.TextEncoder(config.text_encoder, dtype)
+        _fill(source, "text_encoder", [model])
+        return model.variables, endpoints.text_encoder(model, config, spec, empty_tokens)
+
+    def build_diffusion_model():
+        model = unet.UNet(config.unet, dtype)
+        _fill(source, "unet", [model])
+        schedule = samplers.alphas_cumprod(config.scheduler)
+        ddim = samplers.resolved("ddim", config.scheduler)
+        return model.variables, endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
+
+    def build_decoder():
+        model = vae.VAEDecoder(config.vae, dtype)
+        # The file holds both halves and must be used up; only the decoder is kept.
+        _fill(source, "vae", [model, vae.VAEEncoder(config.vae, dtype)])
+        return model.variables, endpoints.decoder(model, config, spec, _share)
+
+    return {
+        "text_encoder": build_text_encoder,
+        "diffusion_model": build_diffusion_model,
+        "decoder": build_decoder,
+    }
+
+
+def _fill(source: Source, component: str, layers: list) -> None:
+    print(f"{component}: loading weights", flush=True)
+    ignored = source.fill(component, layers)
+    if ignored:
+        print(f"{component}: ignored: {', '.join(ignored)}")
+
+
+def _share(function):
+    """One traced body for all signatures that call it."""
+    return tf.function(function, autograph=False)
+
+
+def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool):
+    """Save one part and run it live: ({signature name: Signature}, [(name, inputs, outputs)]).
+
+    Everything that holds weights is local to this function, so that they are freed when it returns.
+    """
+    variables, made = build()
+    module = tf.Module()
+    module.weights = {v.path.replace("/", "."): v.value for v in variables}
+    _check_space(folder, sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables))
+    functions = {e.name: _function(e) for e in made}
+    described = {e.name: Signature(e.inputs, e.outputs) for e in made}
+    chain = {name for part, name in manifest.CHAIN.values() if part == folder.parent.name}
+    for endpoint in made:
+        if jit and endpoint.name in chain:
+            functions[f"{endpoint.name}_xla"] = _function(endpoint, jit=True)
+            described[f"{endpoint.name}_xla"] = described[endpoint.name]
+    print(f"{folder.parent.name}: saving {', '.join(functions)}", flush=True)
+    tf.saved_model.save(module, str(folder), signatures=functions)
+    live = []
+    for endpoint in made:
+        if endpoint.name != "serving_default" and not endpoint.png:
+            inputs = _example(endpoint, config)
+            outputs = {k: v.numpy() for k, v in functions[endpoint.name](**_tensors(inputs)).items()}
+            live.append((endpoint.name, inputs, outputs))
+    return described, live
+
+
+def _function(endpoint: endpoints.Endpoint, jit: bool = False):
+    """An endpoint as a concrete function with named inputs and outputs.
+
+    Shape guards and checks sit outside the compiled body: XLA would compile anew for another shape, and cannot raise.
+    """
+    body = tf.function(endpoint.function, jit_compile=True, autograph=False) if jit else endpoint.function
+
+    def call(**inputs):
+        inputs = {spec.name: tf.ensure_shape(inputs[spec.name], spec.shape) for spec in endpoint.inputs}
+        if endpoint.require is not None:
+            with tf.control_dependencies(_assertions(endpoint.require(**inputs))):
+                inputs = {name: tf.identity(value) for name, value in inputs.items()}
+        drawn = {spec.name: tf.random.normal(spec.shape, dtype=spec.dtype) for spec in endpoint.drawn}
+        outputs = body(**inputs, **drawn)
+        checks = [] if endpoint.ensure is None else _assertions(endpoint.ensure(**outputs))
+        with tf.control_dependencies(checks):
+            for name, image in endpoint.png.items():
+                outputs[name] = tf.map_fn(tf.io.encode_png, outputs[image], fn_output_signature=tf.string)
+            return {spec.name: tf.identity(outputs[spec.name]) for spec in endpoint.outputs}
+
+    specs = {spec.name: tf.TensorSpec(spec.shape, spec.dtype, spec.name) for spec in endpoint.inputs}
+    return tf.function(call, autograph=False).get_concrete_function(**specs)
+
+
+def _assertions(checks: list[tuple]) -> list:
+    # The bare operation: tf.debugging.Assert would add a conditional, which XLA may not compile.
+    return [tf.raw_ops.Assert(condition=condition, data=[message]) for condition, message in checks]
+
+
+def _example(endpoint: endpoints.Endpoint, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Inputs to compare two runs of an endpoint: normal noise, random tokens, one row of a real steps table."""
+    random = np.random.default_rng(0)
+    inputs = {}
+    for spec in endpoint.inputs:
+        shape = [1 if n is None else n for n in spec.shape]
+        inputs[spec.name] = random.standard_normal(shape).astype("float32")
+        if "tokens" in spec.name:
+            inputs[spec.name] = random.integers(config.text_encoder.vocab_size, size=shape).astype("int32")
+        elif spec.name in ("memory", "guidance_rescale", "seed"):
+            inputs[spec.name] = np.zeros(shape, spec.dtype)
+        elif "weights" in spec.name:
+            inputs[spec.name] = np.ones(shape, spec.dtype)
+        elif spec.name == "steps":
+            inputs[spec.name] = samplers.steps_table("ddim", config.scheduler, 1, shape[0])[1]
+    replaced = {"first_step": np.int32(0), "last_step": np.int32(1)}
+    for name in ("guidance_scale", "timestep"):
+        if name in inputs:
+            replaced[name] = np.full_like(inputs[name], {"guidance_scale": 7.5, "timestep": 500.0}[name])
+    return {name: replaced.get(name, value) for name, value in inputs.items()}
+
+
+def _tensors(inputs: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
+    return {name: tf.constant(value) for name, value in inputs.items()}
+
+
+def _reload(folder: Path, live: list) -> Iterator[tuple[str, dict, dict]]:
+    """Run the saved part on the live model's inputs: (signature, live outputs, reloaded outputs)."""
+    release_memory()
+    loaded = tf.saved_model.load(str(folder))
+    for name, inputs, outputs in live:
+        again = loaded.signatures[name](**_tensors(inputs))
+        yield name, outputs, {k: v.numpy() for k, v in again.items()}
+    del loaded, again
+    release_memory()
+
+
+def compare(reference: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Difference:
+    """The largest difference over all arrays of two results, PSNR over their floats together.
+
+    Arrays are flattened and compared as float64. NaN anywhere makes every number NaN.
+    """
+    if reference.keys() != other.keys() or any(reference[k].shape != other[k].shape for k in reference):
+        raise ValueError(f"results differ in names or shapes: {sorted(reference)} and {sorted(other)}")
+    worst = Difference(0.0, 0.0, None)
+    for name, expected in reference.items():
+        expected, found = (np.asarray(a[name], "float64") for a in (reference, other))
+        error = np.abs(found - expected)
+        mean_square = float(np.mean(error**2))
+        psnr = None
+        if mean_square > 0 or not np.isfinite(mean_square):
+            peak = float(expected.max() - expected.min())
+            psnr = 10 * float(np.log10(peak**2 / mean_square)) if peak else -float("inf")
+        # `not <=` and not `>`: NaN counts as worst.
+        if psnr is not None and (worst.psnr is None or not psnr >= worst.psnr):
+            worst = dataclasses.replace(worst, psnr=psnr)
+        worst = dataclasses.replace(
+            worst, max_abs=max(worst.max_abs, float(error.max())), mean_abs=max(worst.mean_abs, float(error.mean()))
+        )
+    return worst
+
+
+def _report(name: str, difference: Difference, bar: float) -> None:
+    psnr = "equal" if difference.psnr is None else f"PSNR {difference.psnr:.1f} dB"
+    print(f"{name}: reloaded against live: max abs {difference.max_abs:.3g}, {psnr}", flush=True)
+    if difference.psnr is not None and not difference.psnr >= bar:
+        raise InputError(f"{name}: the reloaded export differs from the live model: {psnr}, at least {bar:g} expected")
+
+
+def release_memory() -> None:
+    """Give freed weights back to the system, so that the next part does not come on top of them."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+# === Files ===
+
+
+@contextlib.contextmanager
+def _lock(output_dir: Path):
+    """One exporter per export at a time."""
+    with open(output_dir.parent / f".{output_dir.name}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{output_dir}: another export into it is running") from error
+        yield
+
+
+@contextlib.contextmanager
+def _workspace(output_dir: Path):
+    """A hidden sibling of the export, on the same file system; removed however the export ends."""
+    prefix = f".tmp-{output_dir.name}-"
+    for left in output_dir.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left)  # of a killed export: the lock says nobody works there
+    for part in manifest.PARTS:
+        for orphan in (output_dir / part).glob("*"):
+            if orphan.name.isdecimal() and int(orphan.name) not in manifest.list_versions(output_dir):
+                shutil.rmtree(orphan)
+    work = output_dir.parent / f"{prefix}{os.getpid()}"
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _next_version(output_dir: Path, version: int | None) -> int:
+    existing = manifest.list_versions(output_dir)
+    if version is None:
+        version = max(existing, default=0) + 1
+    if version < 1:
+        raise InputError(f"--version {version}: must be 1 or more")
+    if version in existing:
+        raise InputError(f"--version {version}: {output_dir} already has it; leave the flag out to add the next one")
+    if output_dir.exists() and not existing:
+        raise InputError(f"{output_dir}: exists and is not an export; name another --output_dir")
+    return version
+
+
+def _check_space(folder: Path, weight_bytes: int) -> None:
+    needed = int(1.02 * weight_bytes) + (64 << 20)
+    free = shutil.disk_usage(folder.parents[1]).free
+    if free < needed:
+        raise InputError(f"{folder.parents[1].parent}: {needed >> 20} MiB needed for this part, {free >> 20} MiB free")
+
+
+def _publish(work: Path, output_dir: Path, result: Manifest) -> None:
+    """Make a finished workspace visible; the manifest comes last, and readers know only versions that have one."""
+    _sync(work)
+    if not output_dir.exists():
+        os.rename(work, output_dir)
+    else:
+        _check_same_contract(output_dir, work, result)
+        for part in reversed(manifest.PARTS):
+            os.rename(work / part / str(result.version), output_dir / part / str(result.version))
+            _sync_folder(output_dir / part)
+        name = f"{result.version}.json"
+        os.rename(work / "manifests" / name, output_dir / "manifests" / name)
+        _sync_folder(output_dir / "manifests")
+    _sync_folder(output_dir.parent)
+
+
+def _check_same_contract(output_dir: Path, work: Path, result: Manifest) -> None:
+    """A server may run parts of two versions for a moment, so versions of one export must fit each other."""
+    newest = manifest.read(output_dir)
+    old_tokenizer, new_tokenizer = (
+        {name: digest for name, digest in m.files.items() if name.startswith("tokenizer/")} for m in (newest, result)
+    )
+    for what, same in (
+        ("signatures or sizes", newest.signatures == result.signatures),
+        ("family", newest.config.family == result.config.family),
+        ("tokenizer", old_tokenizer == new_tokenizer),
+    ):
+        if not same:
+            raise InputError(
+                f"{output_dir}: version {newest.version} has other {what}; versions of one export must fit each other, "
+                "so name another --output_dir"
+            )
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""An export on disk to functions that run: reload, check, compile with XLA where asked."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from models.config import InputError, TensorSpec
+from pipeline import manifest
+from pipeline.manifest import CHAIN, Functions, Manifest
+
+# What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
+JIT_COMPONENTS = {"text_encoder": "encode", "unet": "denoise", "decoder": "decode"}
+DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
+# Device types whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
+PLATFORMS_WITHOUT_XLA = ("METAL", "DML")
+
+log = logging.getLogger(__name__)
+
+
+def local(
+    folder: Path | str,
+    jit_compile: bool = False,
+    jit_components: tuple[str, ...] = DEFAULT_JIT_COMPONENTS,
+    version: int | None = None,
+    verify: bool = True,
+) -> Functions:
+    """Load an export as `encode`, `denoise` and `decode`.
+
+    Args:
+        folder: the export, e.g. exports/emoji.
+        jit_compile: compile `jit_components` with XLA. Compilation happens at the first call of each.
+        jit_components: of text_encoder, unet, decoder.
+        version: None takes the newest.
+        verify: check every file's sha256 first.
+
+    Raises:
+        InputError: no such export or version, a damaged file, an unknown component.
+    """
+    check_jit_components(jit_components)
+    contract = manifest.read(folder, version)
+    if verify:
+        manifest.verify(contract)
+    prepare_device()
+    compiled = {JIT_COMPONENTS[name] for name in jit_components} if jit_compile else set()
+    functions = {
+        name: function(contract, part, signature, jit_compile=name in compiled)
+        for name, (part, signature) in CHAIN.items()
+    }
+    return Functions(**functions, manifest=contract)
+
+
+def check_jit_components(names: tuple[str, ...]) -> None:
+    """Raise InputError for a name that is not in JIT_COMPONENTS."""
+    for name in names:
+        if name not in JIT_COMPONENTS:
+            raise InputError(f"--jit_components {name!r}: must be of {', '.join(JIT_COMPONENTS)}")
+
+
+def function(contract: Manifest, part: str, name: str, jit_compile: bool = False) -> Callable[..., dict]:
+    """One signature of an export as a function of named arrays.
+
+    Arrays are checked against the manifest (names, shapes, dtypes) before anything runs; Python and NumPy numbers
+    are taken for scalars. The function keeps the loaded model, and so its variables, alive.
+
+    Raises:
+        InputError: no such signature, or a SavedModel that is not what the manifest says.
+    """
+    signatures = contract.signatures[part]
+    if name not in signatures:
+        raise InputError(f"{contract.folder}: {part} has no signature {name!r}; found {', '.join(signatures)}")
+    described = signatures[name]
+    loaded = _load(contract.path(part))
+    twin = f"{name}_xla"
+    compile_here = jit_compile and xla_available()
+    if compile_here and twin in signatures:
+        name, compile_here = twin, False
+    concrete = loaded.signatures[name]
+    _check_signature(contract, part, name, concrete)
+    run = concrete
+    if compile_here:
+        specs = {spec.name: tf.TensorSpec(spec.shape, spec.dtype, spec.name) for spec in described.inputs}
+        run = tf.function(lambda **inputs: concrete(**inputs), jit_compile=True, autograph=False)
+        run = run.get_concrete_function(**specs)
+    where = f"{part}/{name}"
+
+    def call(**inputs) -> dict:
+        # A concrete function holds its variables weakly; `loaded` holds them for as long as this closure lives.
+        assert loaded is not None
+        return run(**to_tensors(described.inputs, inputs, where))
+
+    return call
+
+
+def _load(path: Path):
+    try:
+        return tf.saved_model.load(str(path))
+    except (OSError, tf.errors.OpError, ValueError) as error:
+        raise InputError(f"{path}: cannot be loaded as a SavedModel ({error})") from error
+
+
+def to_tensors(specs: tuple[TensorSpec, ...], inputs: dict, where: str) -> dict[str, tf.Tensor]:
+    """Arrays as tensors of exactly the dtypes and shapes of `specs`; ValueError says which one does not fit and why."""
+    expected = {spec.name for spec in specs}
+    if inputs.keys() != expected:
+        missing, extra = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
+        raise InputError(f"{where}: missing inputs {missing}, unknown inputs {extra}")
+    return {spec.name: _to_tensor(spec, inputs[spec.name], where) for spec in specs}
+
+
+def _to_tensor(spec: TensorSpec, value, where: str) -> tf.Tensor:
+    wanted = tf.dtypes.as_dtype(spec.dtype)
+    if not tf.is_tensor(value):
+        array = np.asarray(value)
+        # Whole numbers fit floats; floats never fit whole numbers. Wider types of a kind are narrowed.
+        kinds = "fiu" if wanted.is_floating else "iu"
+        if array.dtype.kind not in kinds:
+            raise InputError(f"{where}: {spec.name} must be {spec.dtype}, found {array.dtype}")
+        narrowed = array.astype(wanted.as_numpy_dtype)
+        if wanted.is_integer and not np.array_equal(narrowed, array):
+            raise InputError(f"{where}: {spec.name} has values outside {spec.dtype}")
+        value = tf.constant(narrowed)
+    if value.dtype != wanted:
+        raise InputError(f"{where}: {spec.name} must be {spec.dtype}, found {value.dtype.name}")
+    if not tf.TensorShape(spec.shape).is_compatible_with(value.shape):
+        raise InputError(f"{where}: {spec.name} must have shape {list(spec.shape)}, found {list(value.shape)}")
+    return value
+
+
+def _check_signature(contract: Manifest, part: str, name: str, concrete) -> None:
+    """The SavedModel must be what the manifest says: same names, shapes and dtypes."""
+    described = contract.signatures[part][name]
+    inputs = {s.name: (s.shape, s.dtype) for s in described.inputs}
+    outputs = {s.name: (s.shape, s.dtype) for s in described.outputs}
+    found_inputs = {k: (tuple(v.shape), v.dtype.name) for k, v in concrete.structured_input_signature[1].items()}
+    found_outputs = {k: (tuple(v.shape), v.dtype.name) for k, v in concrete.structured_outputs.items()}
+    for what, expected, found in (("inputs", inputs, found_inputs), ("outputs", outputs, found_outputs)):
+        if expected != found:
+            raise InputError(f"{contract.path(part)}: {name} has the {what} {found}, the manifest says {expected}")
+
+
+def xla_available() -> bool:
+    """Whether the device that would run has an XLA compiler; says so once where it has not."""
+    for platform in PLATFORMS_WITHOUT_XLA:
+        if any(platform in device.device_type.upper() for device in accelerators()):
+            log.warning("%s has no XLA compiler: running without it", platform)
+            return False
+    return True
+
+
+def accelerators() -> list:
+    """Visible devices other than the CPU; TensorFlow places work on the first."""
+    return [device for device in tf.config.get_visible_devices() if device.device_type != "CPU"]
+
+
+def prepare_device() -> None:
+    """Memory growth on GPUs, so that a picture does not take the whole card, and TF32 off, so that numbers match."""
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    for device in tf.config.get_visible_devices("GPU"):
+        try:
+            tf.config.experimental.set_memory_growth(device, True)
+        except RuntimeError:
+            log.warning("%s is in use already: its memory growth stays as it is", device.name)

@@ -1,0 +1,231 @@
+"""The contract between an export and whoever runs it: `manifests/VERSION.json`, and the functions it promises.
+
+    python -m pipeline.manifest exports/emoji
+
+prints what an export can do. No TensorFlow.
+"""
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import flags
+from tqdm import tqdm
+
+from models.config import ExportSpec, InputError, ModelConfig, TensorSpec
+
+FORMAT = 1
+PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels of an export
+# The three functions of a picture: (part, signature), in the order of the chain.
+CHAIN = {
+    "encode": ("text_encoder", "encode"),
+    "denoise": ("diffusion_model", "denoise"),
+    "decode": ("decoder", "decode"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """One function of a SavedModel: what goes in and out, by name."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far two arrays are apart."""
+
+    max_abs: float
+    mean_abs: float
+    psnr: float | None  # dB; peak is max - min of the reference; None when equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What one version of an export is, what it was made from and what its files must hash to."""
+
+    format: int
+    export_id: str  # unique to this version of this export
+    version: int
+    checkpoint: str  # name of what was exported
+    created: str  # UTC, ISO 8601
+    spec: ExportSpec
+    config: ModelConfig
+    zero_unconditional: bool  # True: without a negative prompt the unconditional outputs are zeros
+    xla_signatures: tuple[str, ...]  # signatures that a server runs only with XLA enabled
+    signatures: dict[str, dict[str, Signature]]  # part -> signature name -> tensors
+    reload_difference: dict[str, Difference]  # PART/SIGNATURE -> reloaded export against the live model
+    versions: dict[str, str]  # of the packages that made it
+    files: dict[str, str]  # path relative to the export -> sha256
+    folder: Path = dataclasses.field(default=Path(), compare=False)  # where it was read from; not stored
+
+    def path(self, part: str) -> Path:
+        """Folder of one SavedModel."""
+        return self.folder / part / str(self.version)
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """An export that is ready to run: named arrays to named arrays, as `manifest.signatures` lists them."""
+
+    encode: Callable[..., dict]
+    denoise: Callable[..., dict]
+    decode: Callable[..., dict]
+    manifest: Manifest
+
+
+def read(folder: Path | str, version: int | None = None) -> Manifest:
+    """The manifest of an export, checked against its own hash.
+
+    Args:
+        folder: the export, e.g. exports/emoji.
+        version: None takes the highest one that has a manifest.
+
+    Raises:
+        InputError: no export, an unfinished one, no such version, or a damaged manifest.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; expected an export (make one with serialize_savedmodels.py)")
+    versions = list_versions(folder)
+    if not versions:
+        raise InputError(f"{folder}: not a finished export: it has no manifests/VERSION.json; export again")
+    if version is None:
+        version = versions[-1]
+    if version not in versions:
+        raise InputError(f"{folder}: no version {version}; found {', '.join(map(str, versions))}")
+    path = folder / "manifests" / f"{version}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = _build(Manifest, json.loads(text), "")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InputError(f"{path}: damaged ({error}); export again") from error
+    # Byte for byte, so that no change at all goes unnoticed.
+    if text != dumps(manifest):
+        raise InputError(f"{path}: damaged: its contents do not match its own sha256; export again")
+    manifest = dataclasses.replace(manifest, folder=folder)
+    check_chain(manifest)
+    return manifest
+
+
+def list_versions(folder: Path) -> list[int]:
+    """Finished versions of an export, ascending."""
+    return sorted(int(p.stem) for p in (folder / "manifests").glob("*.json") if p.stem.isdecimal())
+
+
+def verify(manifest: Manifest) -> None:
+    """Check every file of the export against the manifest. Raises InputError naming the first that differs."""
+    total = sum(p.stat().st_size for name in manifest.files if (p := manifest.folder / name).exists())
+    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, delay=2, leave=False) as progress:
+        for name, expected in manifest.files.items():
+            path = manifest.folder / name
+            if not path.exists():
+                raise InputError(f"{path}: missing; the export is incomplete, export again")
+            if sha256(path, progress.update) != expected:
+                raise InputError(f"{path}: damaged: its sha256 is not the manifest's; export again")
+
+
+def sha256(path: Path, progress: Callable[[int], object] = lambda count: None) -> str:
+    """Hex digest of a file; `progress` is told the bytes read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
+
+
+def dumps(manifest: Manifest) -> str:
+    """The manifest as JSON, with the sha256 of its canonical form (sorted keys, no spaces, no hash)."""
+    body = dataclasses.asdict(manifest)
+    del body["folder"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    body["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def check_chain(manifest: Manifest) -> None:
+    """Refuse an export whose parts do not fit: outputs of `encode` feed `denoise`, its `latent` feeds `decode`."""
+    encode, denoise, decode = (manifest.signatures[part][name] for part, name in CHAIN.values())
+    latents = tuple(spec for spec in denoise.outputs if spec.name == "latent")
+    for outputs, inputs, what in (
+        (encode.outputs, denoise.inputs, "encode feeds denoise"),
+        (latents, decode.inputs, "denoise feeds decode"),
+    ):
+        unfit = [spec.name for spec in outputs if spec not in inputs]
+        if unfit or not outputs:
+            raise InputError(f"{manifest.folder}: {what}, but {', '.join(unfit) or 'latent'} is not an input of it")
+
+
+def _build(kind, value, where: str):
+    """A dataclass from parsed JSON, strictly; ValueError names the field."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where or 'manifest'} should be an object")
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: hints[f.name] for f in dataclasses.fields(kind) if hints[f.name] is not Path}
+        extra = set(value) - set(fields) - ({"sha256"} if kind is Manifest else set())
+        if extra or set(fields) - set(value):
+            raise ValueError(f"{where or 'manifest'} has the wrong keys: {sorted(extra ^ (set(fields) - set(value)))}")
+        return kind(**{name: _build(hint, value[name], f"{where}.{name}") for name, hint in fields.items()})
+    if origin is tuple and isinstance(value, list):
+        return tuple(_build(arguments[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _build(arguments[0], value, where)
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{where} holds {str(value)[:40]!r}")
+
+
+def describe(manifest: Manifest) -> str:
+    """What the export can do, for people."""
+    spec, defaults = manifest.spec, manifest.config.defaults
+    lines = [
+        f"{manifest.folder} version {manifest.version}: {manifest.checkpoint} ({manifest.config.family}, "
+        f"{manifest.config.numerics} numerics), made {manifest.created}",
+        f"  pictures   {spec.width}x{spec.height}, {spec.num_images} a call: {spec.prompts} prompt(s) x "
+        f"{spec.images_per_prompt} image(s)",
+        f"  weights    {spec.dtype}",
+        f"  steps      1..{spec.max_steps}; defaults: {defaults.sampler}, {defaults.num_steps} steps, "
+        f"guidance {defaults.guidance_scale:g}",
+        f"  XLA twins  {', '.join(manifest.xla_signatures) or 'none (compiled on loading where asked)'}",
+        "  reloaded export against the live model:",
+    ]
+    for name, d in manifest.reload_difference.items():
+        psnr = "equal" if d.psnr is None else f"PSNR {d.psnr:.1f} dB"
+        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {psnr}")
+    for part, signatures in manifest.signatures.items():
+        lines.append(f"  {part}")
+        for name, signature in signatures.items():
+            ins, outs = (
+                ", ".join(f"{t.name} {t.dtype}{list(t.shape)}" for t in tensors)
+                for tensors in (signature.inputs, signature.outputs)
+            )
+            lines.append(f"    {name}({ins})\n      -> {outs}")
+    return "\n".join(lines)
+
+
+def main(argv):
+    if len(argv) != 2:
+        raise InputError(f"expected one folder, found {len(argv) - 1}: python -m pipeline.manifest exports/emoji")
+    manifest = read(argv[1], flags.FLAGS.version)
+    print(describe(manifest))
+
+
+if __name__ == "__main__":
+    from pipeline import cli
+
+    flags.DEFINE_integer("version", None, "Version of the export; default: the newest.")
+    cli.run(main)

@@ -1,0 +1,69 @@
+"""Export a Stable Diffusion checkpoint as SavedModels: text encoder, UNet with the whole diffusion loop, decoder.
+
+python serialize_savedmodels.py --checkpoint checkpoints/emoji
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from models.config import DTYPES, FAMILIES, ExportSpec, InputError
+from pipeline import cli
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("checkpoint", "checkpoints/emoji", "Checkpoint to export: a folder in diffusers' layout.")
+flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
+flags.DEFINE_integer("height", None, "Height of the pictures in pixels. Default: the checkpoint's own size.")
+flags.DEFINE_integer("width", None, "Width of the pictures in pixels. Default: the checkpoint's own size.")
+flags.DEFINE_integer("prompts", 1, "Prompts per call.")
+flags.DEFINE_integer("images_per_prompt", 1, "Images per prompt and call.")
+flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can make.")
+flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
+flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
+flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get twins: of text_encoder, unet, decoder.")
+flags.DEFINE_integer("version", None, "Version of the export. Default: the highest existing one + 1.")
+flags.DEFINE_string("variant", None, "Prefer weight files of this variant, e.g. fp16. Default: the plain files.")
+flags.DEFINE_bool("kerascv", False, "Export KerasCV's own Stable Diffusion 1.x weights instead of a checkpoint.")
+flags.DEFINE_bool("random_weights", False, "Full-size Stable Diffusion 1.x with seeded random weights: for timing.")
+flags.DEFINE_integer("random_seed", 0, "Seed of --random_weights.")
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; the checkpoint goes into --checkpoint")
+    cli.import_tensorflow()
+    from pipeline import export, load
+
+    jit_components = tuple(FLAGS.jit_components) if FLAGS.jit_compile else ()
+    load.check_jit_components(jit_components)
+    source = find_source(export)
+    size = source.config.default_size
+    spec = ExportSpec(
+        height=FLAGS.height if FLAGS.height is not None else size,
+        width=FLAGS.width if FLAGS.width is not None else size,
+        prompts=FLAGS.prompts,
+        images_per_prompt=FLAGS.images_per_prompt,
+        dtype=FLAGS.dtype,
+        max_steps=FLAGS.max_steps,
+    )
+    output_dir = Path(FLAGS.output_dir or f"exports/{source.name}")
+    manifest = export.export(source, output_dir, spec, jit_components, FLAGS.version)
+    print(
+        f"exported {manifest.folder} version {manifest.version}; see what it can do: "
+        f"python -m pipeline.manifest {output_dir}"
+    )
+
+
+def find_source(export):
+    """The weights that the flags ask for."""
+    if not FLAGS.kerascv and not FLAGS.random_weights:
+        return export.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant)
+    tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
+    if FLAGS.kerascv:
+        return export.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)
+    return export.random_source(FAMILIES["sd1"], tokenizer, FLAGS.random_seed)
+
+
+if __name__ == "__main__":
+    cli.run(main)
