@@ -1,4 +1,4 @@
-"""Checkpoints on disk to weights in our layers: reading per format, then one strict loader.
+"""Tensors in files to weights in our layers: a checked, lazy reader and one strict loader for every format.
 
 Reading is lazy: a file's header is parsed and checked, tensors come one by one by `pread`, so loading needs
 the memory of the model and of one tensor, never of the file.
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from models import keymaps
-from models.config import InputError, read_json
+from models.config import InputError
 
 # safetensors' names; 8-byte and integer types appear in checkpoints only on ignored tensors (position_ids).
 DTYPES = {
@@ -32,10 +32,6 @@ DTYPES = {
     "BOOL": np.bool_,
 }
 MAX_HEADER_BYTES = 16 << 20
-PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-WEIGHT_NAMES = {"text_encoder": "model", "unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
-KNOWN_COMPONENTS = {"text_encoder", "tokenizer", "unet", "vae", "scheduler"}
-IGNORED_COMPONENTS = {"safety_checker", "feature_extractor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,81 +125,6 @@ def _no_duplicates(pairs):
     return result
 
 
-def read_diffusers(folder: Path, component: str, variant: str | None = None) -> dict[str, Tensor]:
-    """The tensors of one component of a diffusers folder: one file, or shards listed by an index.json.
-
-    Args:
-        component: "text_encoder", "unet" or "vae".
-        variant: file name infix to prefer, e.g. "fp16"; None prefers the plain file and falls back to fp16.
-
-    Raises:
-        InputError: no weights, only pickles, a missing shard, or a tensor in two shards.
-    """
-    directory, stem = folder / component, WEIGHT_NAMES[component]
-    variants = ["", ".fp16"] if variant is None else [f".{variant}", ""]
-    for infix in variants:
-        single = directory / f"{stem}{infix}.safetensors"
-        # Both spellings of a sharded variant's index occur.
-        indexes = [directory / f"{stem}.safetensors.index{infix}.json"]
-        indexes.append(directory / f"{stem}{infix}.safetensors.index.json")
-        if single.exists():
-            return read_safetensors(single)
-        for index in indexes:
-            if index.exists():
-                return _read_shards(index)
-    found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
-    pickles = [name for name in found if name.endswith(PICKLES)]
-    if pickles:
-        raise InputError(
-            f"{directory / pickles[0]}: pickle files can run code and are not read; convert it with "
-            "diffusers' save_pretrained(..., safe_serialization=True)"
-        )
-    raise InputError(
-        f"{directory}: expected {stem}.safetensors, its .fp16 variant or {stem}.safetensors.index.json, found "
-        f"{', '.join(found) or 'nothing'}"
-    )
-
-
-def _read_shards(index: Path) -> dict[str, Tensor]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise InputError(f"{index}: expected a weight_map from tensor names to file names")
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard:
-            raise InputError(f"{index}: shard {shard!r} is not a plain file name")
-        for name, tensor in read_safetensors(index.parent / shard).items():
-            if weight_map.get(name) != shard:
-                raise InputError(f"{index}: says {name!r} is in {weight_map.get(name)}, found it in {shard}")
-            tensors[name] = tensor
-    missing = sorted(set(weight_map) - set(tensors))
-    if missing:
-        raise InputError(f"{index}: lists tensors that its shards do not hold: {_some(missing)}")
-    return tensors
-
-
-def check_diffusers_folder(folder: Path) -> list[str]:
-    """Refuse a folder that is no diffusers checkpoint; return what it holds that is not used.
-
-    Raises:
-        InputError: not a folder, a pickle or single file, components missing, or a component we do not build.
-    """
-    if folder.is_file():
-        kind = "pickle files can run code and are not read" if folder.suffix in PICKLES else "single files are not read"
-        raise InputError(f"{folder}: {kind}; expected a folder in diffusers' layout (model_index.json, unet/, ...)")
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; expected a checkpoint in diffusers' layout")
-    index = read_json(folder / "model_index.json")
-    used = {name for name, value in index.items() if isinstance(value, list) and any(value)}
-    unknown = sorted(used - KNOWN_COMPONENTS - IGNORED_COMPONENTS)
-    if unknown:
-        raise InputError(f"{folder / 'model_index.json'}: components not supported: {', '.join(unknown)}")
-    missing = sorted(name for name in KNOWN_COMPONENTS if not (folder / name).is_dir())
-    if missing:
-        raise InputError(f"{folder}: expected the folders {', '.join(sorted(KNOWN_COMPONENTS))}; missing {missing}")
-    return [f"{name}/" for name in sorted(IGNORED_COMPONENTS) if (folder / name).exists()]
-
-
 def read_kerascv(variables: Sequence, component: str) -> dict[str, Tensor]:
     """The weights of one of KerasCV's networks, named by their order.
 
@@ -276,7 +197,7 @@ def _plan(variables: Mapping, source: Source, keymap: keymaps.KeyMap):
         plan[name] = (key, transform)
     missing = sorted(set(variables) - set(plan))
     lists = {"unused": unused, "missing": missing, "assigned twice": doubled, "wrong shape": shapes}
-    problems = [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]
+    problems = [f"{len(names)} {what}: {some(names)}" for what, names in lists.items() if names]
     return plan, ignored, problems
 
 
@@ -303,6 +224,6 @@ def _transformed_shape(shape: tuple[int, ...], transform: str) -> tuple[int, ...
     return shape
 
 
-def _some(names: Sequence[str], most: int = 500) -> str:
+def some(names: Sequence[str], most: int = 500) -> str:
     """The names in one line; a checkpoint has fewer than `most`, but one line must not run for ever."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -9,10 +9,8 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import fcntl
 import gc
 import importlib.metadata
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,9 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models import checkpoint, endpoints, keymaps, text_encoder, unet, vae
-from models.config import ExportSpec, InputError, ModelConfig, from_diffusers
-from pipeline import manifest, samplers, tokenizer
+from models import checkpoint, diffusers, endpoints, keymaps, text_encoder, unet, vae
+from models.config import ExportSpec, InputError, ModelConfig
+from pipeline import manifest, publish, samplers, tokenizer
 from pipeline.manifest import Difference, Manifest, Signature
 
 COMPONENTS = {
@@ -55,15 +53,15 @@ class Source:
 
 def diffusers_source(folder: Path, variant: str | None = None) -> Source:
     """A checkpoint in diffusers' folder layout. Raises InputError when it is none."""
-    ignored_folders = checkpoint.check_diffusers_folder(folder)
+    ignored_folders = diffusers.check_folder(folder)
     if ignored_folders:
         print(f"ignored: {', '.join(ignored_folders)}")
 
     def fill(component, layers):
-        tensors = checkpoint.read_diffusers(folder, component, variant)
+        tensors = diffusers.read_weights(folder, component, variant)
         return checkpoint.load(layers, tensors, keymaps.DIFFUSERS[component], str(folder / component))
 
-    return Source(folder.resolve().name, from_diffusers(folder), folder / "tokenizer", fill)
+    return Source(folder.resolve().name, diffusers.read_config(folder), folder / "tokenizer", fill)
 
 
 def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) -> Source:
@@ -105,10 +103,10 @@ def export(
     output_dir = output_dir.absolute()
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(output_dir), _workspace(output_dir) as work:
-            version = _next_version(output_dir, version)
+        with publish.lock(output_dir), publish.workspace(output_dir) as work:
+            version = publish.next_version(output_dir, version)
             result = _write(source, work, spec, jit_components, version, empty_tokens)
-            _publish(work, output_dir, result)
+            publish.publish(work, output_dir, result)
     except (
         OSError,
         tf.errors.ResourceExhaustedError,
@@ -213,7 +211,7 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool):
     variables, made = build()
     module = tf.Module()
     module.weights = {v.path.replace("/", "."): v.value for v in variables}
-    _check_space(folder, sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables))
+    publish.check_space(folder, sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables))
     functions = {e.name: _function(e) for e in made}
     described = {e.name: Signature(e.inputs, e.outputs) for e in made}
     chain = {name for part, name in manifest.CHAIN.values() if part == folder.parent.name}
@@ -335,107 +333,3 @@ def release_memory() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-# === Files ===
-
-
-@contextlib.contextmanager
-def _lock(output_dir: Path):
-    """One exporter per export at a time."""
-    with open(output_dir.parent / f".{output_dir.name}.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{output_dir}: another export into it is running") from error
-        yield
-
-
-@contextlib.contextmanager
-def _workspace(output_dir: Path):
-    """A hidden sibling of the export, on the same file system; removed however the export ends."""
-    prefix = f".tmp-{output_dir.name}-"
-    for left in output_dir.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left)  # of a killed export: the lock says nobody works there
-    for part in manifest.PARTS:
-        for orphan in (output_dir / part).glob("*"):
-            if orphan.name.isdecimal() and int(orphan.name) not in manifest.list_versions(output_dir):
-                shutil.rmtree(orphan)
-    work = output_dir.parent / f"{prefix}{os.getpid()}"
-    work.mkdir()
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _next_version(output_dir: Path, version: int | None) -> int:
-    existing = manifest.list_versions(output_dir)
-    if version is None:
-        version = max(existing, default=0) + 1
-    if version < 1:
-        raise InputError(f"--version {version}: must be 1 or more")
-    if version in existing:
-        raise InputError(f"--version {version}: {output_dir} already has it; leave the flag out to add the next one")
-    if output_dir.exists() and not existing:
-        raise InputError(f"{output_dir}: exists and is not an export; name another --output_dir")
-    return version
-
-
-def _check_space(folder: Path, weight_bytes: int) -> None:
-    needed = int(1.02 * weight_bytes) + (64 << 20)
-    free = shutil.disk_usage(folder.parents[1]).free
-    if free < needed:
-        raise InputError(f"{folder.parents[1].parent}: {needed >> 20} MiB needed for this part, {free >> 20} MiB free")
-
-
-def _publish(work: Path, output_dir: Path, result: Manifest) -> None:
-    """Make a finished workspace visible; the manifest comes last, and readers know only versions that have one."""
-    _sync(work)
-    if not output_dir.exists():
-        os.rename(work, output_dir)
-    else:
-        _check_same_contract(output_dir, work, result)
-        for part in reversed(manifest.PARTS):
-            os.rename(work / part / str(result.version), output_dir / part / str(result.version))
-            _sync_folder(output_dir / part)
-        name = f"{result.version}.json"
-        os.rename(work / "manifests" / name, output_dir / "manifests" / name)
-        _sync_folder(output_dir / "manifests")
-    _sync_folder(output_dir.parent)
-
-
-def _check_same_contract(output_dir: Path, work: Path, result: Manifest) -> None:
-    """A server may run parts of two versions for a moment, so versions of one export must fit each other."""
-    newest = manifest.read(output_dir)
-    old_tokenizer, new_tokenizer = (
-        {name: digest for name, digest in m.files.items() if name.startswith("tokenizer/")} for m in (newest, result)
-    )
-    for what, same in (
-        ("signatures or sizes", newest.signatures == result.signatures),
-        ("family", newest.config.family == result.config.family),
-        ("tokenizer", old_tokenizer == new_tokenizer),
-    ):
-        if not same:
-            raise InputError(
-                f"{output_dir}: version {newest.version} has other {what}; versions of one export must fit each other, "
-                "so name another --output_dir"
-            )
-
-
-def _sync(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _sync_folder(path)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

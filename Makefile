@@ -1,0 +1,42 @@
+# make run     export the embedded checkpoint and draw a picture
+# make test    style and tests, offline after the packages are installed
+# make parity  compare with diffusers at full size (about an hour on two cores)
+# make bench   time the embedded checkpoint, with and without XLA
+# Each builds its own virtual environment first.
+
+PYTHON ?= python3.11
+PROMPT ?= a red apple on a blue background
+
+.PHONY: run test parity bench clean
+
+run: .venv/run.stamp
+	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
+	.venv/bin/python -m pipeline.generate "$(PROMPT)" --output outputs
+
+test: .venv/test.stamp
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest tests
+
+bench: .venv/run.stamp
+	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
+	.venv/bin/python benchmark.py --models exports/emoji
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/run.stamp: requirements.txt | .venv/bin/python
+	.venv/bin/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/test.stamp: tests/requirements.txt .venv/run.stamp
+	.venv/bin/python -m pip install --quiet -r tests/requirements.txt
+	touch $@
+
+.venv-peers/run.stamp: tests/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
+	touch $@
+
+clean:
+	rm -rf .venv .venv-peers exports outputs
