@@ -1,0 +1,207 @@
+"""A tiny checkpoint in diffusers' layout with random weights, and its exports, made once per test run.
+
+Everything is small but real: two resolutions, odd latents of 9 x 7, height and width unequal, two prompts of two
+images, CLIP's own vocabulary.
+"""
+
+import copy
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+# Before anything imports TensorFlow: no start-up chatter.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+ROOT = Path(__file__).parents[1]
+TOKENIZER = ROOT / "checkpoints" / "emoji" / "tokenizer"
+
+CONFIGS = {
+    "model_index.json": {
+        "_class_name": "StableDiffusionPipeline",
+        "safety_checker": [None, None],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    },
+    "text_encoder/config.json": {
+        "vocab_size": 49408,
+        "max_position_embeddings": 77,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    "unet/config.json": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "block_out_channels": [32, 64],
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "layers_per_block": 1,
+        "attention_head_dim": [4, 8],
+        "cross_attention_dim": 32,
+        "norm_num_groups": 8,
+        "norm_eps": 1e-5,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+    },
+    "vae/config.json": {
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": 4,
+        "block_out_channels": [16, 32],
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "scaling_factor": 0.18215,
+        "force_upcast": True,
+    },
+    "scheduler/scheduler_config.json": {
+        "_class_name": "DDIMScheduler",
+        "num_train_timesteps": 1000,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "prediction_type": "epsilon",
+        "timestep_spacing": "leading",
+        "steps_offset": 1,
+        "set_alpha_to_one": False,
+        "clip_sample": False,
+    },
+    "generation_config.json": {"sampler": "ddim", "num_inference_steps": 4, "guidance_scale": 3.0},
+}
+SIZE = {"height": 18, "width": 14}  # latents of 9 x 7
+
+
+def random_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that keep activations near unit scale, so that no path is dead; a function of name and shape."""
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    kind = name.rpartition("/")[2]
+    if kind == "kernel":
+        values /= np.prod(shape[:-1]) ** 0.5
+    elif kind == "embeddings":
+        values *= 0.3 if "position" in name else 1.0
+    else:
+        values = 0.1 * values + (kind == "gamma")
+    return values.astype(np.float32)
+
+
+def diffusers_tensor(component: str, path: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """A variable LAYER/VARIABLE of ours as diffusers stores it: its name and its layout."""
+    layer, _, kind = path.rpartition("/")
+    layer = layer.rpartition("/")[2]
+    if kind == "kernel":
+        values = values.transpose(3, 2, 0, 1) if values.ndim == 4 else values.T
+        if component == "unet" and layer.endswith(("proj_in", "proj_out")):
+            values = values[:, :, None, None]  # Stable Diffusion 1.x: 1x1 convolutions
+    prefix = "text_model." if component == "text_encoder" else ""
+    suffix = "bias" if kind in ("bias", "beta") else "weight"
+    return f"{prefix}{layer}.{suffix}", np.ascontiguousarray(values)
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint():
+    """Function (folder, {file: {key: changed value}}) that writes a tiny checkpoint there and returns the folder."""
+
+    def write(folder: Path, changes: dict[str, dict] | None = None) -> Path:
+        from models import diffusers, text_encoder, unet, vae
+
+        contents = copy.deepcopy(CONFIGS)
+        for name, changed in (changes or {}).items():
+            contents[name].update(changed)
+        for name, content in contents.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(content))
+        shutil.copytree(TOKENIZER, folder / "tokenizer")
+        config = diffusers.read_config(folder)
+        layers = {
+            "text_encoder": [text_encoder.TextEncoder(config.text_encoder)],
+            "unet": [unet.UNet(config.unet)],
+            "vae": [vae.VAEDecoder(config.vae), vae.VAEEncoder(config.vae)],
+        }
+        for component, parts in layers.items():
+            variables = [variable for part in parts for variable in part.variables]
+            tensors = dict(
+                diffusers_tensor(component, v.path, random_values(v.path, tuple(v.shape))) for v in variables
+            )
+            save_file(tensors, folder / component / f"{weights_stem(component)}.safetensors")
+        return folder
+
+    return write
+
+
+def weights_stem(component: str) -> str:
+    return "model" if component == "text_encoder" else "diffusion_pytorch_model"
+
+
+@pytest.fixture(scope="session")
+def checkpoint_folder(write_checkpoint, tmp_path_factory) -> Path:
+    """The tiny checkpoint; tests must not change it."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture
+def damaged_checkpoint(checkpoint_folder, tmp_path) -> Path:
+    """A copy of the tiny checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint_folder, tmp_path / "damaged"))
+
+
+@pytest.fixture(scope="session")
+def export_spec():
+    """Function (**changes) -> ExportSpec of the tiny exports: 2 prompts x 2 images of 18 x 14 pixels."""
+    from models.config import ExportSpec
+
+    def make(**changes):
+        return ExportSpec(
+            **{**SIZE, "prompts": 2, "images_per_prompt": 2, "dtype": "float32", "max_steps": 12} | changes
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exports(checkpoint_folder, export_spec, tmp_path_factory) -> Path:
+    """Folder of the exports below; tests must not change them."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="session")
+def tiny_export(exports, checkpoint_folder, export_spec) -> Path:
+    """2 prompts x 2 images, float32, no twins."""
+    from pipeline import export
+
+    export.export(export.diffusers_source(checkpoint_folder), exports / "tiny", export_spec())
+    return exports / "tiny"
+
+
+@pytest.fixture(scope="session")
+def single_export(exports, checkpoint_folder, export_spec) -> Path:
+    """1 prompt x 1 image with XLA twins of all three parts."""
+    from pipeline import export
+
+    parts = ("text_encoder", "unet", "decoder")
+    spec = export_spec(prompts=1, images_per_prompt=1)
+    export.export(export.diffusers_source(checkpoint_folder), exports / "single", spec, jit_components=parts)
+    return exports / "single"
+
+
+@pytest.fixture(scope="session")
+def bfloat16_export(exports, checkpoint_folder, export_spec) -> Path:
+    """1 prompt x 1 image, weights in bfloat16."""
+    from pipeline import export
+
+    spec = export_spec(prompts=1, images_per_prompt=1, dtype="bfloat16")
+    export.export(export.diffusers_source(checkpoint_folder), exports / "bfloat16", spec)
+    return exports / "bfloat16"
