@@ -1,0 +1,250 @@
+"""Time exports of this toolkit, with and without XLA, and KerasCV's own Stable Diffusion beside them.
+
+python benchmark.py --models exports/emoji --json results.json --plot results.png
+
+Every row (an export or KerasCV, plain or XLA) runs in a process of its own: load, one cold call that compiles, warm-up
+calls with the measured arguments, then the measured calls. Stages end when their results are on the host.
+"""
+
+import dataclasses
+import datetime
+import importlib.util
+import logging
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from models.config import FAMILIES, InputError, kerascv_numerics
+from pipeline import cli, generate, kerascv, manifest, noise, report, samplers, timing, tokenizer
+
+FLAGS = flags.FLAGS
+ROOT = Path(__file__).resolve().parent
+# Commands that measure one row in a process of their own; they take a file, see `timing.isolated`.
+WORKERS = {
+    "export": [sys.executable, str(ROOT / "benchmark.py"), "--worker"],
+    "kerascv": [sys.executable, str(ROOT / "tests" / "peers" / "kerascv.py")],
+}
+JIT_COMPONENTS = ("text_encoder", "unet", "decoder")
+CALL_PATHS = {
+    "export": "encode, denoise and decode of pipeline.load.local, the whole loop in one call",
+    "kerascv": "StableDiffusion.text_to_image of keras_cv, two UNet calls from Python per step",
+}
+log = logging.getLogger(__name__)
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
+    if FLAGS.worker:
+        return timing.answer(FLAGS.worker, load_export)
+    check_flags()
+    cli.set_flags_before_tensorflow(FLAGS.xla_flags, FLAGS.tf_xla_flags)
+    rows = plan()
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        **timing.software(ROOT),
+        "machine": timing.machine(),
+        "order": report.order(len(rows), FLAGS.rounds),
+        "rows": [],
+    }
+    try:
+        measure_rows(rows, result, FLAGS.json, FLAGS.price_per_hour)
+    finally:
+        # Also after Ctrl-C: what was measured is not lost.
+        print(report.text(result))
+    if FLAGS.plot and any("stages" in row for row in result["rows"]):
+        report.plot(result, FLAGS.plot)
+    return int(any("error" in row for row in result["rows"]))
+
+
+def check_flags() -> None:
+    """Refuse what would fail only after something was measured."""
+    if not FLAGS.models and not FLAGS.kerascv:
+        raise InputError("nothing to measure: expected --models EXPORT[,EXPORT...] or --kerascv")
+    if len({Path(name).resolve() for name in FLAGS.models}) < len(FLAGS.models):
+        raise InputError(f"--models {','.join(FLAGS.models)}: the same export twice; --rounds repeats rows")
+    if not FLAGS.jit_components or not set(FLAGS.jit_components) <= set(JIT_COMPONENTS):
+        found = ",".join(FLAGS.jit_components)
+        raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
+    for name in ("height", "width", "random_weights"):
+        if FLAGS[name].present and not FLAGS.kerascv:
+            raise InputError(f"--{name} is for --kerascv only; an export's size and weights are fixed")
+    for name, wanted in (("keras_cv", FLAGS.kerascv), ("matplotlib", FLAGS.plot)):
+        if wanted and importlib.util.find_spec(name) is None:
+            flag, package = ("--kerascv", "keras-cv==0.9.0") if name == "keras_cv" else ("--plot", "matplotlib")
+            raise InputError(f"{flag} needs {name}, which is not installed: python -m pip install {package}")
+    for name in ("json", "plot"):
+        timing.check_writable(f"--{name}", FLAGS[name].value)
+    noise.image_seeds(FLAGS.seed, 1)
+
+
+def plan() -> list[dict]:
+    """One row per configuration, as plain data: what its worker needs and what its reader wants to know."""
+    modes = (False, True) if FLAGS.jit_compile is None else (FLAGS.jit_compile,)
+    workloads = [export_workload(contract) for contract in [manifest.read(name) for name in FLAGS.models]]
+    if FLAGS.kerascv:
+        workloads.append(kerascv_workload(workloads[0] if workloads else None))
+    common = {name: FLAGS[name].value for name in ("prompt", "seed", "warmup", "repeats", "tf32")}
+    return [
+        {"name": f"{workload['of']} {'XLA' if jit else 'plain'}", "jit_compile": jit, **workload, **common}
+        for workload in workloads
+        for jit in modes
+    ]
+
+
+def export_workload(contract: manifest.Manifest) -> dict:
+    """What one export will be asked for. Checks its files once, so that loading is timed without it."""
+    manifest.verify(contract)
+    # Settings need the contract only; the functions are the worker's.
+    functions = manifest.Functions(None, None, None, contract)
+    chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
+    for warning in tokenizer.load(contract.folder / "tokenizer").encode_batch([FLAGS.prompt])[1]:
+        log.warning("%s", warning)
+    spec, config = contract.spec, kerascv_numerics(contract.config)
+    peer = kerascv_numerics(FAMILIES["sd1"])
+    same_networks = (config.text_encoder, config.unet, config.vae) == (peer.text_encoder, peer.unet, peer.vae)
+    names = [Path(name).resolve().name for name in FLAGS.models]
+    folder, name = str(contract.folder), contract.folder.resolve().name
+    return {
+        "of": name if names.count(name) == 1 else folder,
+        "kind": "export",
+        "call_path": CALL_PATHS["export"],
+        "jit_components": FLAGS.jit_components,
+        "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
+        "settings": dataclasses.asdict(chosen),
+        "images": spec.num_images,
+        **{name: getattr(spec, name) for name in ("height", "width", "dtype")},
+        "export": {
+            "folder": folder,
+            **{name: getattr(contract, name) for name in ("version", "export_id", "checkpoint", "created")},
+            "family": contract.config.family,
+            "spec": dataclasses.asdict(spec),
+            "made_with": contract.versions,
+        },
+    }
+
+
+def kerascv_workload(first: dict | None) -> dict:
+    """KerasCV asked for what the first export is asked for, else for Stable Diffusion 1.x's defaults."""
+    asked = {
+        "height": 512,
+        "width": 512,
+        **dataclasses.asdict(FAMILIES["sd1"].defaults),
+        **(first or {}),
+        **(first["settings"] if first else {}),
+    }
+    names = ("height", "width", "num_steps", "guidance_scale")
+    asked |= {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
+    for name in ("height", "width"):
+        if asked[name] % kerascv.SIZE_STEP:
+            step = kerascv.SIZE_STEP
+            raise InputError(f"--{name} {asked[name]}: KerasCV draws multiples of {step} pixels; pass another --{name}")
+    if not 1 <= asked["num_steps"] <= 1000 or not np.isfinite(asked["guidance_scale"]):
+        raise InputError("--num_steps must be 1..1000 and --guidance_scale a finite number")
+    folder = Path(first["export"]["folder"]) if first else ROOT / "checkpoints" / "emoji"
+    return {
+        "of": "KerasCV",
+        "kind": "kerascv",
+        "call_path": CALL_PATHS["kerascv"],
+        "jit_components": list(JIT_COMPONENTS),
+        "networks": "sd1",
+        "settings": {
+            "sampler": "ddim (its own steps)",
+            "num_steps": asked["num_steps"],
+            "guidance_scale": asked["guidance_scale"],
+        },
+        "images": first["images"] if first else 1,
+        "height": asked["height"],
+        "width": asked["width"],
+        "dtype": "float32",
+        "random_seed": 0 if FLAGS.random_weights else None,
+        "tokenizer": str(folder / "tokenizer"),
+    }
+
+
+def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hour: float | None) -> None:
+    """Measure rows in result["order"] into result["rows"]; the JSON file is whole after each, so a crash loses none."""
+    answers: list[list[dict]] = [[] for _ in rows]
+    for count, i in enumerate(result["order"], 1):
+        where = f"[{count}/{len(result['order'])}] {rows[i]['name']}"
+        print(f"{where}: started", file=sys.stderr)
+        start = time.perf_counter()
+        answer = timing.isolated(WORKERS[rows[i]["kind"]], rows[i])
+        answers[i].append(answer)
+        outcome = f"failed: {answer['error']}" if "error" in answer else "done"
+        print(f"{where}: {outcome}; {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        done = [(row, tries) for row, tries in zip(rows, answers, strict=True) if tries]
+        result["rows"] = [report.pooled(row, tries, price_per_hour, report.plain(row, done)) for row, tries in done]
+        if json:
+            timing.write_json(json, result)
+
+
+# === In the worker ===
+
+
+def load_export(row: dict):
+    """An export as a function to be timed."""
+    from pipeline import load
+
+    jit = {"jit_compile": row["jit_compile"], "jit_components": tuple(row["jit_components"])}
+    return picture(load.local(row["export"]["folder"], **jit, version=row["export"]["version"], verify=False), row)
+
+
+def picture(functions: manifest.Functions, row: dict):
+    """What `pipeline.generate` does for one full call of an export, as a function of `lap`; always the same call."""
+    # Said once, by the parent: that a prompt is too long.
+    logging.getLogger(generate.__name__).setLevel(logging.ERROR)
+    chosen = generate.Settings(**row["settings"])
+    encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
+    prompts = [row["prompt"]] * functions.manifest.spec.prompts
+    seeds = noise.image_seeds(row["seed"], functions.manifest.spec.num_images)
+
+    def draw(lap):
+        contexts = generate.encode(functions, encoder, prompts, [None] * len(prompts))
+        for context in contexts.values():
+            np.asarray(context)  # waits until it is there
+        lap("text_encoder")
+        latent = generate.denoise(functions, contexts, seeds, chosen)
+        np.asarray(latent)
+        lap("diffusion")
+        decoded = {name: np.asarray(value) for name, value in functions.decode(latent=latent).items()}
+        lap("decoder")
+        if not decoded["finite"].all():
+            raise InputError("the decoded pictures hold NaN or infinite values; their time means nothing")
+        return decoded["generated_images"]
+
+    return draw
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("models", "exports/emoji", "Exports, separated by commas; made by serialize_savedmodels.py.")
+    flags.DEFINE_bool("kerascv", False, "Time KerasCV's own Stable Diffusion 1.x too; --models= times it alone.")
+    flags.DEFINE_bool("jit_compile", None, "Compile with XLA; --nojit_compile: do not. Default: both, and their ratio.")
+    flags.DEFINE_list("jit_components", "unet,decoder", "What XLA compiles: text_encoder, unet, decoder. KerasCV: all.")
+    flags.DEFINE_string("prompt", "a red apple on a blue background", "The same prompt for every row and image.")
+    flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's. KerasCV has its own.")
+    flags.DEFINE_integer("num_steps", None, "Denoising steps. Default: the export's; KerasCV takes the first export's.")
+    flags.DEFINE_float("guidance_scale", None, "Classifier-free guidance. Default: as for --num_steps.")
+    flags.DEFINE_integer("seed", 0, "Seed of the first image; the same in every call.")
+    flags.DEFINE_integer("warmup", 1, "Calls that are not counted, after the first, cold one.", lower_bound=0)
+    flags.DEFINE_integer("repeats", 5, "Calls that are counted, per row and round.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 1, "Times through all rows, every other one backwards; pooled.", lower_bound=1)
+    flags.DEFINE_bool("tf32", False, "NVIDIA cards may round float32 factors to 10 bits of mantissa, in every row.")
+    flags.DEFINE_string("json", None, "Write everything measured, and on what, to this file; kept after every row.")
+    flags.DEFINE_string("plot", None, "Write a bar chart per stage to this PNG file; needs matplotlib.")
+    flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)
+    flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
+    flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")
+    flags.DEFINE_bool("random_weights", False, "KerasCV with seeded random weights: for timing without a download.")
+    flags.DEFINE_integer(
+        "height", None, "KerasCV's height in pixels. Default: the first export's, else 512.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "width", None, "KerasCV's width in pixels. Default: the first export's, else 512.", lower_bound=1
+    )
+    flags.DEFINE_string("worker", None, "Internal: measure the one row that this file describes.")
+    cli.run(main)

@@ -1,0 +1,273 @@
+"""What a benchmark measured, for people: one table, the ratios that mean something, a bar chart. No TensorFlow."""
+
+import hashlib
+
+import numpy as np
+
+from models.config import InputError
+from pipeline.timing import TOTAL, summary
+
+STAGES = ("text_encoder", "diffusion", "decoder", TOTAL)
+LOAD_PER_CORE = 0.5  # from here on the machine was not idle when measuring began
+
+
+def order(rows: int, rounds: int) -> list[int]:
+    """Row numbers in the order of measuring: every other round backwards, so that a drift hits all rows alike."""
+    return [i for r in range(rounds) for i in (range(rows) if r % 2 == 0 else reversed(range(rows)))]
+
+
+def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: np.ndarray | None = None) -> dict:
+    """One row with the answers of all its rounds.
+
+    Args:
+        row: what was asked for.
+        answers: of `timing.isolated`, one per round so far; failed ones hold "error".
+        price_per_hour: dollars, or None.
+        plain: pictures of the same workload without XLA, to compare with.
+
+    Returns:
+        `row` with stages (stage -> `timing.summary` of all rounds' times), the rounds themselves, and what follows
+        from the medians; with error where a round failed.
+    """
+    entry = {**row, "rounds": [{k: v for k, v in answer.items() if k != "images"} for answer in answers]}
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if errors:
+        entry["error"] = errors[0]
+    good = [answer for answer in answers if "error" not in answer]
+    if not good:
+        return entry
+    samples = {stage: [s for answer in good for s in answer["samples"][stage]] for stage in good[0]["samples"]}
+    stages = {stage: summary(seconds) for stage, seconds in samples.items()}
+    images_per_second = row["images"] / stages[TOTAL]["p50"]
+    entry |= {
+        "stages": stages,
+        "first": good[0]["first"],
+        "load_seconds": good[0]["load_seconds"],
+        "seconds_per_step": stages["diffusion"]["p50"] / row["settings"]["num_steps"],
+        "images_per_second": images_per_second,
+        "cores_busy": float(np.mean([answer["cores_busy"] for answer in good])),
+        "picture": picture(good[-1]["images"], plain),
+        **{name: _largest(good, name) for name in ("peak_rss_bytes", "peak_anonymous_bytes")},
+    }
+    if price_per_hour is not None:
+        entry["images_per_dollar"] = images_per_second * 3600 / price_per_hour
+    return entry
+
+
+def plain(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
+    """The pictures that an XLA row should equal: those of the plain row of the same thing, if it has any."""
+    drawn = [
+        answer["images"]
+        for other, answers in done
+        for answer in answers
+        if row["jit_compile"] and not other["jit_compile"] and other["of"] == row["of"] and "images" in answer
+    ]
+    return drawn[0] if drawn else None
+
+
+def _largest(answers: list[dict], name: str) -> int | None:
+    return max((answer[name] for answer in answers if answer[name] is not None), default=None)
+
+
+def picture(images: np.ndarray, plain: np.ndarray | None) -> dict:
+    """What was drawn, uint8[N, H, W, 3]: its hash, and how many of 255 levels it is away from the plain row's."""
+    result = {"sha256": hashlib.sha256(images.tobytes()).hexdigest()}
+    if plain is not None and plain.shape == images.shape:
+        levels = np.abs(images.astype(int) - plain.astype(int))
+        result |= {"max_levels_from_plain": int(levels.max()), "mean_levels_from_plain": float(levels.mean())}
+    return result
+
+
+def text(result: dict) -> str:
+    """The whole result as aligned tables and notes."""
+    rows = [row for row in result["rows"] if "stages" in row]
+    lines = []
+    if rows:
+        lines += [
+            *table(_stage_cells(rows), left=(0, 1)),
+            "",
+            *table(_row_cells(rows), left=(0, len(_row_cells(rows)[0]) - 1)),
+            "",
+        ]
+    lines += notes(result)
+    return "\n".join(lines)
+
+
+def _stage_cells(rows: list[dict]) -> list[list[str]]:
+    cells = [["seconds", "stage", "first call", "min", "p50", "p90", "mean", "n"]]
+    for row in rows:
+        for i, stage in enumerate(STAGES):
+            s = row["stages"][stage]
+            numbers = [row["first"][stage], *(s[key] for key in ("min", "p50", "p90", "mean"))]
+            cells.append([label(row) if i == 0 else "", stage.replace("_", " ")])
+            cells[-1] += [*map(number, numbers), str(s["n"])]
+    return cells
+
+
+def _row_cells(rows: list[dict]) -> list[list[str]]:
+    priced = any("images_per_dollar" in row for row in rows)
+    head = ["at p50", "load s", "s/step", "images/s", "images/$", "peak RSS MB", "anonymous MB", "cores busy", "what"]
+    cells = [[name for name in head if priced or name != "images/$"]]
+    for row in rows:
+        chosen = row["settings"]
+        size = f"{row['images']} x {row['width']}x{row['height']}, {row['dtype']}"
+        cells.append(
+            [
+                *(label(row), number(row["load_seconds"]), number(row["seconds_per_step"])),
+                *(number(row["images_per_second"]), *([number(row["images_per_dollar"])] if priced else [])),
+                *(megabytes(row["peak_rss_bytes"]), megabytes(row["peak_anonymous_bytes"]), f"{row['cores_busy']:.1f}"),
+                f"{size}; {chosen['sampler']} {chosen['num_steps']} steps, guidance {chosen['guidance_scale']:g}",
+            ]
+        )
+    return cells
+
+
+def label(row: dict) -> str:
+    """A row's name, with a star where its call path is not that of the exports."""
+    return row["name"] + ("*" if row["kind"] != "export" else "")
+
+
+def number(value: float) -> str:
+    """Four significant digits, never in powers of ten."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.001 else f"{value:.6f}"
+
+
+def megabytes(value: int | None) -> str:
+    """Whole megabytes (10^6 bytes)."""
+    return "?" if value is None else f"{value / 1e6:.0f}"
+
+
+def table(cells: list[list[str]], left: tuple[int, ...]) -> list[str]:
+    """Lines with aligned columns; those in `left` to the left, the others, numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in cells
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+# === Notes ===
+
+
+def notes(result: dict) -> list[str]:
+    """Ratios, what they stand on, and whatever should make a reader careful."""
+    rows = [row for row in result["rows"] if "stages" in row]
+    lines = [*ratios(rows), *_pictures(rows), *_conditions(result)]
+    starred = {row["call_path"] for row in rows if row["kind"] != "export"}
+    lines += [f"* another call path: {path}. Exports: encode, denoise, decode." for path in sorted(starred)]
+    for row in rows:
+        if row["jit_compile"] and not row["rounds"][-1].get("device", {}).get("xla_available", True):
+            lines.append(f"careful: {row['name']} ran without XLA: its device has no XLA compiler")
+    return lines + [f"failed: {row['name']}: {row['error']}" for row in result["rows"] if "error" in row]
+
+
+def ratios(rows: list[dict]) -> list[str]:
+    """XLA against plain for the same networks on the same call path; other call paths only when marked with a star."""
+    lines = []
+    for of in dict.fromkeys(row["of"] for row in rows):
+        plain, xla = (
+            next((r for r in rows if r["of"] == of and r["jit_compile"] is jit), None) for jit in (False, True)
+        )
+        if plain and xla:
+            lines.append(f"{label(xla)} is {_speed(plain, xla)} of {label(plain)}")
+    for row in rows:
+        for other in rows:
+            if row["kind"] == "export" and other["kind"] != "export" and _same_work(row, other):
+                lines.append(f"{label(row)} is {_speed(other, row)} of {label(other)} (* different call paths)")
+    return lines
+
+
+def _speed(slow: dict, fast: dict) -> str:
+    total, diffusion = (slow["stages"][stage]["p50"] / fast["stages"][stage]["p50"] for stage in (TOTAL, "diffusion"))
+    return f"{total:.2f} x the speed ({diffusion:.2f} x in diffusion), by medians,"
+
+
+def _same_work(a: dict, b: dict) -> bool:
+    keys = ("networks", "images", "height", "width", "dtype", "jit_compile")
+    steps = [(r["settings"]["num_steps"], r["settings"]["guidance_scale"]) for r in (a, b)]
+    return all(a[key] == b[key] for key in keys) and steps[0] == steps[1]
+
+
+def _pictures(rows: list[dict]) -> list[str]:
+    return [
+        f"{label(row)} draws the plain row's picture to {row['picture']['max_levels_from_plain']} of 255 levels, "
+        f"{row['picture']['mean_levels_from_plain']:.3g} on average"
+        for row in rows
+        if "max_levels_from_plain" in row["picture"]
+    ]
+
+
+def _conditions(result: dict) -> list[str]:
+    machine, versions = result["machine"], result["versions"]
+    device = next((d["device"] for row in result["rows"] for d in row["rounds"] if "device" in d), None)
+    flags = [name for name, present in (machine["cpu_flags"] or {}).items() if present]
+    software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    lines = [f"on {machine['cpu']}, {machine['usable_cores']} cores ({' '.join(flags) or 'flags unknown'}); {software}"]
+    if result["commit"]:
+        lines[0] += f", commit {result['commit'][:10]}{' with changes' if result['uncommitted_changes'] else ''}"
+    lines += [f"on {gpu}" for gpu in machine["gpus"]]
+    environment = [f"{name}={value}" for name, value in machine["environment"].items() if value is not None]
+    if device:
+        threads = f"{device['intra_op_threads'] or 'all'} intra-op, {device['inter_op_threads'] or 'all'} inter-op"
+        environment = [f"TF32 {'on' if device['tf32'] else 'off'}", f"threads: {threads}", *environment]
+    lines.append("; ".join(environment) or "no settings known")
+    lines.append(
+        "first call: traces and compiles, in no other column; load: files already in the page cache, checksums not "
+        "included; a stage ends when its results are on the host; cores busy: CPU seconds / seconds"
+    )
+    if len(result["order"]) > 1:
+        alternating = len(set(result["order"])) < len(result["order"])
+        how = (
+            "alternated, every other round backwards"
+            if alternating
+            else "ran one after another; --rounds alternates them"
+        )
+        lines.append(f"rows {how}")
+    load, cores = (machine["load_average"] or [0])[0], machine["usable_cores"] or 1
+    if load > LOAD_PER_CORE * cores:
+        lines.append(
+            f"careful: load average {load:.2f} on {cores} cores before the first row: the machine was not idle"
+        )
+    return lines
+
+
+# === Plot ===
+
+
+def plot(result: dict, path: str) -> None:
+    """A PNG with one panel per stage, one bar per row: medians, with whiskers from the minimum to p90.
+
+    Raises:
+        InputError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError(f"--plot needs matplotlib ({error}): python -m pip install matplotlib") from error
+    rows = [row for row in result["rows"] if "stages" in row]
+    figure = Figure(figsize=(11, 1.6 + 0.8 * len(rows)), layout="constrained")
+    panels = figure.subplots(2, 2)
+    for panel, stage in zip(panels.flat, STAGES, strict=True):
+        medians = [row["stages"][stage]["p50"] for row in rows]
+        low = [m - row["stages"][stage]["min"] for m, row in zip(medians, rows, strict=True)]
+        high = [row["stages"][stage]["p90"] - m for m, row in zip(medians, rows, strict=True)]
+        colors = ["tab:orange" if row["jit_compile"] else "tab:blue" for row in rows]
+        bars = panel.barh([label(row) for row in rows], medians, xerr=[low, high], color=colors, capsize=3)
+        panel.bar_label(bars, [f" {number(m)} s" for m in medians], padding=4)
+        panel.set(title=stage.replace("_", " "), xlim=(0, 1.3 * max(m + h for m, h in zip(medians, high, strict=True))))
+        panel.invert_yaxis()
+        panel.locator_params(axis="x", nbins=5)
+    figure.supxlabel("seconds per call: median, min to p90" + ("   * another call path" if _starred(rows) else ""))
+    figure.suptitle(f"{result['machine']['cpu']}, {', '.join(result['machine']['gpus']) or 'no GPU'}")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise InputError(f"--plot {path}: cannot be written ({error.strerror})") from error
+
+
+def _starred(rows: list[dict]) -> bool:
+    return any(row["kind"] != "export" for row in rows)
