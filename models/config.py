@@ -2,7 +2,7 @@
 
 Frozen dataclasses without defaults: families differ in every field, and a forgotten one must fail
 instead of quietly describing another model. `FAMILIES` spells the known families out;
-`from_diffusers` reads any checkpoint's own `config.json` files. No TensorFlow, no Keras.
+`models.diffusers` reads any checkpoint's own `config.json` files. No TensorFlow, no Keras.
 """
 
 import dataclasses
@@ -246,7 +246,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: expected a JSON file, found none ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected a JSON file, found something else ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -5,7 +5,7 @@ What may be in the folder, how its config files become a `ModelConfig`, and whic
 
 from pathlib import Path
 
-from models.checkpoint import Tensor, read_safetensors, some
+from models.checkpoint import PICKLES, Tensor, read_safetensors, some
 from models.config import (
     FAMILIES,
     Defaults,
@@ -18,7 +18,6 @@ from models.config import (
     read_json,
 )
 
-PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_NAMES = {"text_encoder": "model", "unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
 KNOWN_COMPONENTS = {"text_encoder", "tokenizer", "unet", "vae", "scheduler"}
 IGNORED_COMPONENTS = {"safety_checker", "feature_extractor"}
@@ -147,6 +146,8 @@ class _Fields:
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.path}: {key} should be {kind.__name__}, found {value!r}")
+        if kind is int and value < 0:
+            raise InputError(f"{self.path}: {key} should be 0 or more, found {value}")
         return value
 
     def require(self, **expected):
@@ -172,17 +173,33 @@ class _Fields:
             return tuple(value)
         return (self.get(key, int, default),) * blocks
 
+    def channels(self) -> tuple[int, ...]:
+        """Channels per resolution; group normalisation must be able to divide them."""
+        value, groups = self.get("block_out_channels", list), self.get("norm_num_groups", int)
+        if not value or not all(type(v) is int and v > 0 and groups and v % groups == 0 for v in value):
+            raise InputError(
+                f"{self.path}: block_out_channels should be multiples of norm_num_groups, found {value!r} and {groups}"
+            )
+        return tuple(value)
+
+    def divides(self, key: str, parts: tuple[int, ...], wholes: tuple[int, ...]) -> tuple[int, ...]:
+        """`parts`, refused where one does not divide its whole."""
+        if not all(part > 0 and whole % part == 0 for part, whole in zip(parts, wholes, strict=True)):
+            raise InputError(f"{self.path}: {key} {list(parts)} should divide the channels {list(wholes)}")
+        return parts
+
 
 def _text_encoder(path: Path) -> TextEncoderConfig:
     fields = _Fields(path)
     fields.require(hidden_act=("quick_gelu", "gelu"), max_position_embeddings=(77,))
+    hidden_size, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     return TextEncoderConfig(
         vocab_size=fields.get("vocab_size", int),
         max_position_embeddings=fields.get("max_position_embeddings", int),
-        hidden_size=fields.get("hidden_size", int),
+        hidden_size=hidden_size,
         intermediate_size=fields.get("intermediate_size", int),
         num_hidden_layers=fields.get("num_hidden_layers", int),
-        num_attention_heads=fields.get("num_attention_heads", int),
+        num_attention_heads=fields.divides("num_attention_heads", (heads,), (hidden_size,))[0],
         hidden_act=fields.get("hidden_act", str),
         layer_norm_eps=fields.get("layer_norm_eps", float),
     )
@@ -211,14 +228,14 @@ def _unet(path: Path) -> UNetConfig:
         *("cross_attention_norm", "mid_block_only_cross_attention", "class_embeddings_concat"),
         *("reverse_transformer_layers_per_block", "projection_class_embeddings_input_dim"),
     )
-    channels = tuple(fields.get("block_out_channels", list))
+    channels = fields.channels()
     blocks = len(channels)
     down = fields.get("down_block_types", list)
     up = fields.get("up_block_types", list)
     plain = {"CrossAttnDownBlock2D": True, "DownBlock2D": False, "CrossAttnUpBlock2D": True, "UpBlock2D": False}
     if (
         len(down) != blocks
-        or any(b not in plain for b in down + up)
+        or any(not isinstance(b, str) or b not in plain for b in down + up)
         or [plain[b] for b in up[::-1]] != [plain[b] for b in down]
     ):
         raise InputError(
@@ -235,7 +252,7 @@ def _unet(path: Path) -> UNetConfig:
         layers_per_block=fields.get("layers_per_block", int),
         transformer_layers=tuple(n if plain[b] else 0 for n, b in zip(layers, down, strict=True)),
         mid_transformer_layers=layers[-1],
-        num_attention_heads=fields.per_block(heads_key, blocks),
+        num_attention_heads=fields.divides(heads_key, fields.per_block(heads_key, blocks), channels),
         cross_attention_dim=fields.get("cross_attention_dim", int),
         norm_num_groups=fields.get("norm_num_groups", int),
         norm_eps=fields.get("norm_eps", float),
@@ -256,7 +273,7 @@ def _vae(path: Path) -> VAEConfig:
         use_post_quant_conv=(True,),
     )
     fields.absent("shift_factor", "latents_mean", "latents_std")
-    channels = tuple(fields.get("block_out_channels", list))
+    channels = fields.channels()
     fields.require(
         down_block_types=(["DownEncoderBlock2D"] * len(channels),),
         up_block_types=(["UpDecoderBlock2D"] * len(channels),),
