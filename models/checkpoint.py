@@ -32,6 +32,7 @@ DTYPES = {
     "BOOL": np.bool_,
 }
 MAX_HEADER_BYTES = 16 << 20
+PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,30 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     if 8 + length + position != size:
         fail(f"expected {8 + length + position} bytes, found {size}; it may be truncated")
     return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free text in the header of a file that `read_safetensors` accepts; {} where it has none."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def split_option(option: str) -> tuple[Path, str | None]:
+    """FILE or FILE:TEXT from the command line to (FILE, TEXT or None); FILE may hold colons.
+
+    Raises:
+        InputError: no such file, or a pickle.
+    """
+    ends = [len(option), *(match.start() for match in re.finditer(":", option))]
+    end = next((end for end in ends if Path(option[:end]).is_file()), None)
+    if end is None:
+        raise InputError(f"{option}: no such file")
+    path = Path(option[:end])
+    if path.suffix.lower() in PICKLES:
+        raise InputError(f"{path}: pickle files can run code and are not read; convert it to .safetensors")
+    return path, option[end + 1 :] if end < len(option) else None
 
 
 def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], np.ndarray]:
