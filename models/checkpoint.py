@@ -67,7 +67,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         fail(f"header is not JSON ({error})")
@@ -79,9 +79,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     for name, entry in header.items():
         try:
             dtype = np.dtype(DTYPES[entry["dtype"]])
-            shape = tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) for n in entry["data_offsets"])
+            shape = tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
+            dtype = None
+        if dtype is None or not all(type(n) is int for n in (*shape, begin, end)):
             fail(f"tensor {name!r} has the entry {str(entry)[:100]}")
         count = 1
         for n in shape:
@@ -180,7 +182,7 @@ def load(layers: Sequence, source: Source, keymap: keymaps.KeyMap, where: str) -
 
     Raises:
         InputError: listing all tensors that are unused, missing, assigned twice or of the wrong shape, or the
-            first tensor that is not finite.
+            first tensor that is not finite in the variable's dtype.
     """
     variables = {v.path.replace("/", "."): v for layer in layers for v in layer.variables}
     plan, ignored, problems = _plan(variables, source, keymap)
@@ -188,11 +190,12 @@ def load(layers: Sequence, source: Source, keymap: keymaps.KeyMap, where: str) -
         raise InputError(f"{where}: " + "; ".join(problems))
     progress = tqdm(plan.items(), desc=f"load {where}", unit="tensor", delay=2, leave=False)
     for name, (key, transform) in progress:
-        array = source[key].read()
+        array, variable = source[key].read(), variables[name]
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(TRANSFORMS[transform](array)).astype(variable.dtype, copy=False)
         if not np.isfinite(array).all():
-            raise InputError(f"{where}: tensor {key} holds NaN or infinite values")
-        variable = variables[name]
-        variable.assign(np.ascontiguousarray(TRANSFORMS[transform](array)).astype(variable.dtype, copy=False))
+            raise InputError(f"{where}: tensor {key} holds NaN or infinite values, or too large ones")
+        variable.assign(array)
     return ignored
 
 
