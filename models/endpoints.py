@@ -232,13 +232,18 @@ def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod
     train = config.num_train_timesteps
     i = ops.arange(max_steps, dtype="float64")
     n = ops.cast(num_steps, "float64")
+    # Made here: a graph optimiser would simplify (T - T/n) - T to -T/n, which rounds otherwise.
+    counts = np.arange(1, max_steps + 1)
+    strides = (train - train / counts) - train
 
     def grid(i):
         if config.timestep_spacing == "leading":
             return (n - 1 - i) * ops.floor(train / n) + config.steps_offset
         if config.timestep_spacing == "trailing":
-            # numpy.arange's own arithmetic, whose rounding decides a few steps.
-            return ops.round(train + i * ((train - train / n) - train)) - 1
+            # numpy.arange's own arithmetic, whose rounding decides a few steps. The minimum changes nothing, but keeps
+            # a compiler from fusing product and sum into one rounding.
+            stride = ops.take(strides, ops.clip(num_steps - 1, 0, max_steps - 1))
+            return ops.round(train + ops.minimum(i * stride, 0.0)) - 1
         return ops.round((n - 1 - i) * ((train - 1) / ops.maximum(n - 1, 1.0)))
 
     def alpha(timestep):
