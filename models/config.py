@@ -89,6 +89,14 @@ class SchedulerConfig:
     steps_offset: int | None
     set_alpha_to_one: bool | None
     final_sigmas_type: str | None  # "zero" or "sigma_min"
+    sigma_schedule: str  # "uniform" (the timesteps' own noise levels), "karras" or "exponential"
+    algorithm_type: str | None  # "dpmsolver++", "sde-dpmsolver++" or "deis"
+    solver_order: int | None  # 1..3
+    solver_type: str | None  # "midpoint", "heun", "logrho", "bh1" or "bh2"; each class knows its own
+    lower_order_final: bool | None
+    euler_at_final: bool | None
+    original_inference_steps: int | None  # LCM's, as it was distilled
+    timestep_scaling: float | None  # LCM's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +219,52 @@ FAMILIES: dict[str, ModelConfig] = {
             steps_offset=1,
             set_alpha_to_one=False,
             final_sigmas_type=None,
+            sigma_schedule="uniform",
+            algorithm_type=None,
+            solver_order=None,
+            solver_type=None,
+            lower_order_final=None,
+            euler_at_final=None,
+            original_inference_steps=None,
+            timestep_scaling=None,
         ),
-        defaults=Defaults(sampler="ddim", num_steps=50, guidance_scale=7.5),
+        defaults=Defaults(sampler="pndm", num_steps=50, guidance_scale=7.5),
     ),
 }
+
+# The sampler that is a scheduler class of diffusers.
+SAMPLERS_OF_CLASSES = {
+    "DDIMScheduler": "ddim",
+    "PNDMScheduler": "pndm",
+    "EulerDiscreteScheduler": "euler",
+    "EulerAncestralDiscreteScheduler": "euler_a",
+    "HeunDiscreteScheduler": "heun",
+    "LMSDiscreteScheduler": "lms",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "UniPCMultistepScheduler": "unipc",
+    "DEISMultistepScheduler": "deis",
+    "LCMScheduler": "lcm",
+}
+
+
+def default_sampler(scheduler: SchedulerConfig) -> tuple[str, str | None]:
+    """The sampler for a checkpoint with this scheduler.
+
+    Returns:
+        (name, notice): name is a key of pipeline.samplers.SAMPLERS; notice is one line where the class is not
+        available and another sampler stands in for it, else None.
+    """
+    name = SAMPLERS_OF_CLASSES.get(scheduler.class_name)
+    if name == "dpmpp_2m":
+        sde, order = scheduler.algorithm_type == "sde-dpmsolver++", scheduler.solver_order or 2
+        name = {(False, 2): "dpmpp_2m", (False, 3): "dpmpp_3m", (True, 2): "dpmpp_2m_sde"}.get((sde, order))
+        if name is None:
+            name = "dpmpp_2m_sde" if sde else "dpmpp_2m"
+            return name, f"the checkpoint asks for {scheduler.class_name} of order {order}; using {name}, of order 2"
+    if name is None:
+        stand_in = "a deterministic sampler for the same noise schedule"
+        return "ddim", f"the checkpoint asks for {scheduler.class_name}, which is not available; using ddim, {stand_in}"
+    return name, None
 
 
 def kerascv_numerics(config: ModelConfig) -> ModelConfig:
@@ -237,6 +287,7 @@ def kerascv_numerics(config: ModelConfig) -> ModelConfig:
             set_alpha_to_one=True,
             final_sigmas_type="zero",
         ),
+        defaults=dataclasses.replace(config.defaults, sampler="ddim"),
     )
 
 

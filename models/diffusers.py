@@ -3,6 +3,7 @@
 What may be in the folder, how its config files become a `ModelConfig`, and which of its files hold the tensors.
 """
 
+import dataclasses
 from pathlib import Path
 
 from models.checkpoint import PICKLES, Tensor, read_safetensors, some
@@ -15,6 +16,7 @@ from models.config import (
     TextEncoderConfig,
     UNetConfig,
     VAEConfig,
+    default_sampler,
     read_json,
 )
 
@@ -62,6 +64,7 @@ def read_config(folder: Path) -> ModelConfig:
         )
     family = FAMILIES["sd1"]
     vae = _vae(folder / "vae" / "config.json")
+    scheduler = _scheduler(folder / "scheduler" / "scheduler_config.json")
     # In latents; diffusers also allows [height, width], which no Stable Diffusion 1.x checkpoint uses.
     sample_size = _Fields(folder / "unet" / "config.json").get("sample_size", int, family.default_size // 8)
     return ModelConfig(
@@ -71,8 +74,8 @@ def read_config(folder: Path) -> ModelConfig:
         text_encoder=_text_encoder(folder / "text_encoder" / "config.json"),
         unet=_unet(folder / "unet" / "config.json"),
         vae=vae,
-        scheduler=_scheduler(folder / "scheduler" / "scheduler_config.json"),
-        defaults=_defaults(folder / "generation_config.json", family.defaults),
+        scheduler=scheduler,
+        defaults=_defaults(folder / "generation_config.json", scheduler, family.defaults),
     )
 
 
@@ -299,11 +302,24 @@ def _scheduler(path: Path) -> SchedulerConfig:
         prediction_type=("epsilon", "v_prediction"),
         timestep_spacing=("leading", "trailing", "linspace"),
         final_sigmas_type=("zero", "sigma_min"),
+        algorithm_type=("dpmsolver++", "sde-dpmsolver++", "deis"),
+        solver_order=(1, 2, 3),
+        solver_type=("midpoint", "heun", "logrho", "bh1", "bh2"),
+        # The rest of what changes the numbers has one supported value.
+        interpolation_type=("linear",),
+        timestep_type=("discrete",),
+        skip_prk_steps=(True,),
+        predict_x0=(True,),
+        disable_corrector=([],),
+        lambda_min_clipped=(-float("inf"),),
     )
     # Not linear in the model's output, or another noise schedule: refused by name instead of drawn wrongly.
-    fields.absent("clip_sample", "thresholding", "rescale_betas_zero_snr", "trained_betas")
-    fields.absent("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "sigma_min", "sigma_max")
-    fields.require(interpolation_type=("linear",), timestep_type=("discrete",))
+    fields.absent("clip_sample", "thresholding", "rescale_betas_zero_snr", "trained_betas", "solver_p")
+    fields.absent("use_beta_sigmas", "use_lu_lambdas", "use_flow_sigmas", "use_dynamic_shifting")
+    fields.absent("sigma_min", "sigma_max", "shift_terminal")
+    karras, exponential = (fields.get(f"use_{name}_sigmas", bool, False) for name in ("karras", "exponential"))
+    if karras and exponential:
+        raise InputError(f"{path}: use_karras_sigmas and use_exponential_sigmas exclude each other")
     return SchedulerConfig(
         class_name=fields.get("_class_name", str),
         num_train_timesteps=fields.get("num_train_timesteps", int),
@@ -315,16 +331,25 @@ def _scheduler(path: Path) -> SchedulerConfig:
         steps_offset=fields.get("steps_offset", int, None),
         set_alpha_to_one=fields.get("set_alpha_to_one", bool, None),
         final_sigmas_type=fields.get("final_sigmas_type", str, None),
+        sigma_schedule="karras" if karras else "exponential" if exponential else "uniform",
+        algorithm_type=fields.get("algorithm_type", str, None),
+        solver_order=fields.get("solver_order", int, None),
+        solver_type=fields.get("solver_type", str, None),
+        lower_order_final=fields.get("lower_order_final", bool, None),
+        euler_at_final=fields.get("euler_at_final", bool, None),
+        original_inference_steps=fields.get("original_inference_steps", int, None),
+        timestep_scaling=fields.get("timestep_scaling", float, None),
     )
 
 
-def _defaults(path: Path, family: Defaults) -> Defaults:
-    """A checkpoint may carry its own defaults in generation_config.json; the rest come from its family."""
+def _defaults(path: Path, scheduler: SchedulerConfig, family: Defaults) -> Defaults:
+    """A checkpoint's own generation_config.json goes first, then its scheduler's class, then its family."""
+    own = dataclasses.replace(family, sampler=default_sampler(scheduler)[0])
     if not path.exists():
-        return family
+        return own
     fields = _Fields(path)
     return Defaults(
-        sampler=fields.get("sampler", str, family.sampler),
-        num_steps=fields.get("num_inference_steps", int, family.num_steps),
-        guidance_scale=fields.get("guidance_scale", float, family.guidance_scale),
+        sampler=fields.get("sampler", str, own.sampler),
+        num_steps=fields.get("num_inference_steps", int, own.num_steps),
+        guidance_scale=fields.get("guidance_scale", float, own.guidance_scale),
     )

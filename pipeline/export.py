@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from models import checkpoint, diffusers, endpoints, keymaps, text_encoder, unet, vae
-from models.config import ExportSpec, InputError, ModelConfig
-from pipeline import manifest, publish, samplers, tokenizer
+from models.config import FAMILIES, ExportSpec, InputError, ModelConfig, default_sampler, kerascv_numerics
+from pipeline import manifest, publish, samplers, schedules, tokenizer
 from pipeline.manifest import Difference, Manifest, Signature
 
 COMPONENTS = {
@@ -72,7 +72,31 @@ def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) ->
         return []
 
     keras.utils.set_random_seed(seed)
+    # DDIM: as many calls of the UNet as steps.
+    config = dataclasses.replace(config, defaults=dataclasses.replace(config.defaults, sampler="ddim"))
     return Source(f"{config.family}-random", config, tokenizer_folder, fill)
+
+
+def kerascv_source(tokenizer_folder: Path, random_seed: int | None) -> Source:
+    """KerasCV 0.9's Stable Diffusion 1.x, computed as KerasCV computes it.
+
+    Args:
+        random_seed: None takes KerasCV's own weights, downloaded; else seeded random ones.
+
+    Raises:
+        InputError: KerasCV is not installed. Filling raises it when the weights cannot be had.
+    """
+    from pipeline import kerascv
+
+    def fill(component, layers):
+        network = kerascv.build(component, random_seed)
+        # Its autoencoder has no encoder; the decoder comes first.
+        kept = layers[:1]
+        tensors = checkpoint.read_kerascv(network.weights, component)
+        return checkpoint.load(kept, tensors, keymaps.KERASCV[component], f"KerasCV's {component}")
+
+    name = "kerascv-sd1" if random_seed is None else "kerascv-sd1-random"
+    return Source(name, kerascv_numerics(FAMILIES["sd1"]), tokenizer_folder, fill)
 
 
 def export(
@@ -98,7 +122,7 @@ def export(
     spec.check(source.config)
     empty_tokens = tokenizer.load(source.tokenizer).encode("").ids
     _check_vocabulary(source, empty_tokens)
-    for notice in samplers.notices("ddim", source.config.scheduler):
+    for notice in _sampler_notices(source.config):
         print(f"notice: {notice}")
     output_dir = output_dir.absolute()
     try:
@@ -116,6 +140,14 @@ def export(
         reason = error.strerror if isinstance(error, OSError) else error.message
         raise InputError(f"{output_dir}: cannot write the export: {reason}") from error
     return manifest.read(output_dir, version)
+
+
+def _sampler_notices(config: ModelConfig) -> list[str]:
+    """About the default sampler, and about DDIM, which serving_default runs. Raises InputError for an unknown one."""
+    scheduler, chosen = config.scheduler, config.defaults.sampler
+    name, notice = default_sampler(scheduler)
+    own = [notice] if notice and name == chosen else []
+    return own + [line for name in dict.fromkeys([chosen, "ddim"]) for line in samplers.notices(name, scheduler)]
 
 
 def _check_vocabulary(source: Source, empty_tokens: np.ndarray) -> None:
@@ -174,7 +206,7 @@ def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable
     def build_diffusion_model():
         model = unet.UNet(config.unet, dtype)
         _fill(source, "unet", [model])
-        schedule = samplers.alphas_cumprod(config.scheduler)
+        schedule = schedules.alphas_cumprod(config.scheduler)
         ddim = samplers.resolved("ddim", config.scheduler)
         return model.variables, endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
 

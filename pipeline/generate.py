@@ -17,7 +17,7 @@ from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import noise, samplers, tokenizer
+from pipeline import noise, samplers, solvers, tokenizer
 from pipeline.manifest import Functions
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def denoise(
     latent_spec = next(s for s in functions.manifest.signatures["decoder"]["decode"].inputs if s.name == "latent")
     images, height, width, channels = latent_spec.shape
     latent = np.float32(steps.noise) * noise.initial_latents(seeds, height, width, channels)
-    state = {"latent": latent, "memory": np.zeros((samplers.STATE - 1, *latent.shape), "float32")}
+    state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
     total = len(steps.rows)
     stride = steps_per_call or total
     for first in range(0, total, stride):
