@@ -116,6 +116,7 @@ def export_workload(contract: manifest.Manifest) -> dict:
         "jit_components": FLAGS.jit_components,
         "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
         "settings": dataclasses.asdict(chosen),
+        "unet_calls": len(generate.table(functions, chosen)[0].rows),
         "images": spec.num_images,
         **{name: getattr(spec, name) for name in ("height", "width", "dtype")},
         "export": {
@@ -154,12 +155,11 @@ def kerascv_workload(first: dict | None) -> dict:
         "networks": "sd1",
         "settings": {
             "sampler": "ddim (its own steps)",
-            "num_steps": asked["num_steps"],
-            "guidance_scale": asked["guidance_scale"],
+            **{name: asked[name] for name in ("num_steps", "guidance_scale")},
         },
+        "unet_calls": asked["num_steps"],  # pairs of them, for the guidance
         "images": first["images"] if first else 1,
-        "height": asked["height"],
-        "width": asked["width"],
+        **{name: asked[name] for name in ("height", "width")},
         "dtype": "float32",
         "random_seed": 0 if FLAGS.random_weights else None,
         "tokenizer": str(folder / "tokenizer"),

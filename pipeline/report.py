@@ -9,6 +9,7 @@ from pipeline.timing import TOTAL, summary
 
 STAGES = ("text_encoder", "diffusion", "decoder", TOTAL)
 LOAD_PER_CORE = 0.5  # from here on the machine was not idle when measuring began
+STEADY = 1.25  # p90 / min of a row's total; above, something else was running
 
 
 def order(rows: int, rounds: int) -> list[int]:
@@ -111,6 +112,8 @@ def _row_cells(rows: list[dict]) -> list[list[str]]:
     for row in rows:
         chosen = row["settings"]
         size = f"{row['images']} x {row['width']}x{row['height']}, {row['dtype']}"
+        if row.get("random_seed") is not None:
+            size += ", random weights (load makes them)"
         cells.append(
             [
                 *(label(row), number(row["load_seconds"]), number(row["seconds_per_step"])),
@@ -162,6 +165,11 @@ def notes(result: dict) -> list[str]:
     for row in rows:
         if row["jit_compile"] and not row["rounds"][-1].get("device", {}).get("xla_available", True):
             lines.append(f"careful: {row['name']} ran without XLA: its device has no XLA compiler")
+        spread = row["stages"][TOTAL]["p90"] / row["stages"][TOTAL]["min"]
+        if spread > STEADY:
+            lines.append(
+                f"careful: {row['name']} is unsteady: p90 is {spread:.2f} x the minimum; more --repeats, --rounds"
+            )
     return lines + [f"failed: {row['name']}: {row['error']}" for row in result["rows"] if "error" in row]
 
 
@@ -173,23 +181,26 @@ def ratios(rows: list[dict]) -> list[str]:
             next((r for r in rows if r["of"] == of and r["jit_compile"] is jit), None) for jit in (False, True)
         )
         if plain and xla:
-            lines.append(f"{label(xla)} is {_speed(plain, xla)} of {label(plain)}")
+            lines.append(f"speed of {label(xla)} to {label(plain)}: {_speed(plain, xla)}")
     for row in rows:
         for other in rows:
             if row["kind"] == "export" and other["kind"] != "export" and _same_work(row, other):
-                lines.append(f"{label(row)} is {_speed(other, row)} of {label(other)} (* different call paths)")
+                lines.append(f"speed of {label(row)} to {label(other)}: {_speed(other, row)} (* different call paths)")
     return lines
 
 
 def _speed(slow: dict, fast: dict) -> str:
-    total, diffusion = (slow["stages"][stage]["p50"] / fast["stages"][stage]["p50"] for stage in (TOTAL, "diffusion"))
-    return f"{total:.2f} x the speed ({diffusion:.2f} x in diffusion), by medians,"
+    def ratio(stage, key):
+        return f"{slow['stages'][stage][key] / fast['stages'][stage][key]:.2f} x"
+
+    by_medians = f"{ratio(TOTAL, 'p50')} (diffusion {ratio('diffusion', 'p50')}) by medians"
+    return f"{by_medians}, {ratio(TOTAL, 'min')} (diffusion {ratio('diffusion', 'min')}) by minima"
 
 
 def _same_work(a: dict, b: dict) -> bool:
-    keys = ("networks", "images", "height", "width", "dtype", "jit_compile")
-    steps = [(r["settings"]["num_steps"], r["settings"]["guidance_scale"]) for r in (a, b)]
-    return all(a[key] == b[key] for key in keys) and steps[0] == steps[1]
+    keys = ("networks", "images", "height", "width", "dtype", "jit_compile", "unet_calls")
+    same_guidance = a["settings"]["guidance_scale"] == b["settings"]["guidance_scale"]
+    return same_guidance and all(a[key] == b[key] for key in keys)
 
 
 def _pictures(rows: list[dict]) -> list[str]:
