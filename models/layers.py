@@ -132,10 +132,10 @@ class ResnetBlock(Layer):
 
     def call(self, x, time=None):
         """x [N, H, W, inputs], time [N, time_channels] already through SiLU."""
-        y = self.conv1(ops.silu(self.norm1(x)))
+        y = self.conv1(silu(self.norm1(x)))
         if self.time_emb_proj is not None:
             y = y + self.time_emb_proj(time)[:, None, None, :]
-        y = self.conv2(ops.silu(self.norm2(y)))
+        y = self.conv2(silu(self.norm2(y)))
         return y + (x if self.conv_shortcut is None else self.conv_shortcut(x))
 
 
@@ -164,6 +164,15 @@ class Upsample(Layer):
         if size is not None:
             x = x[:, : size[0], : size[1]]
         return self.conv(x)
+
+
+def silu(x):
+    """x sigmoid(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    Not ops.silu: TensorFlow's registers its own gradient for good at each use, and with it the whole traced
+    graph and its weights, so a model that was exported could never be freed.
+    """
+    return x * ops.sigmoid(x)
 
 
 def attention(query, key, value, num_heads: int, mask=None):

@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from models.config import UNetConfig
-from models.layers import Conv2D, Dense, Downsample, GroupNorm, Layer, LayerNorm, ResnetBlock, Upsample, attention
+from models.layers import Conv2D, Dense, Downsample, GroupNorm, Layer, LayerNorm, ResnetBlock, Upsample, attention, silu
 
 
 class UNet(Layer):
@@ -72,8 +72,8 @@ class UNet(Layer):
     def call(self, latent, timestep, context):
         # Time embedding. Its angles reach 1000 radians, so it starts in float32 whatever the weights are.
         time = timestep_embedding(timestep, self.config)
-        time = self.linear_2(ops.silu(self.linear_1(ops.cast(time, self.dtype))))
-        time = ops.silu(time)
+        time = self.linear_2(silu(self.linear_1(ops.cast(time, self.dtype))))
+        time = silu(time)
         context = ops.cast(context, self.dtype)
 
         # Down: every layer's output is kept for the way up.
@@ -99,7 +99,7 @@ class UNet(Layer):
             if block.resample is not None:
                 x = block.resample(x, size=skips[-1].shape[1:3])
 
-        x = self.conv_out(ops.silu(self.conv_norm_out(x)))
+        x = self.conv_out(silu(self.conv_norm_out(x)))
         return ops.cast(x, "float32")
 
 

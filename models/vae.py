@@ -7,7 +7,7 @@ their input, so float32 inputs give float32 pictures from half-precision weights
 from keras import ops
 
 from models.config import VAEConfig
-from models.layers import Conv2D, Dense, Downsample, GroupNorm, Layer, ResnetBlock, Upsample, attention
+from models.layers import Conv2D, Dense, Downsample, GroupNorm, Layer, ResnetBlock, Upsample, attention, silu
 
 
 class VAEEncoder(Layer):
@@ -39,7 +39,7 @@ class VAEEncoder(Layer):
             if i < len(self.downsamplers):
                 x = self.downsamplers[i](x)
         x = self.mid_block(x)
-        x = self.quant_conv(self.conv_out(ops.silu(self.conv_norm_out(x))))
+        x = self.quant_conv(self.conv_out(silu(self.conv_norm_out(x))))
         mean, log_variance = ops.split(x, 2, axis=-1)
         return mean, ops.exp(0.5 * ops.clip(log_variance, -30.0, 20.0))
 
@@ -71,7 +71,7 @@ class VAEDecoder(Layer):
                 x = resnet(x)
             if i < len(self.upsamplers):
                 x = self.upsamplers[i](x)
-        return self.conv_out(ops.silu(self.conv_norm_out(x)))
+        return self.conv_out(silu(self.conv_norm_out(x)))
 
 
 class MidBlock(Layer):
