@@ -138,6 +138,24 @@ def test_what_a_scheduler_file_leaves_open_stays_open(changed):
     assert scheduler.prediction_type == "epsilon"
 
 
+def test_a_solver_s_settings_are_read(changed):
+    folder = changed(
+        "scheduler/scheduler_config.json",
+        **{"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "solver_order": 3},
+        **{"solver_type": "heun", "lower_order_final": False, "euler_at_final": True, "use_karras_sigmas": True},
+        **{"use_lu_lambdas": False, "lambda_min_clipped": -float("inf"), "variance_type": None, "flow_shift": 1.0},
+    )
+    config = diffusers.read_config(folder)
+    scheduler = config.scheduler
+    assert (scheduler.solver_order, scheduler.solver_type, scheduler.sigma_schedule) == (3, "heun", "karras")
+    assert (scheduler.lower_order_final, scheduler.euler_at_final) == (False, True)
+    assert config.defaults.sampler == "dpmpp_3m"
+    lcm = {"_class_name": "LCMScheduler", "original_inference_steps": 40, "timestep_scaling": 10}
+    config = diffusers.read_config(changed("scheduler/scheduler_config.json", **lcm))
+    assert (config.scheduler.original_inference_steps, config.scheduler.timestep_scaling) == (40, 10.0)
+    assert config.defaults.sampler == "lcm" and config.scheduler.sigma_schedule == "uniform"
+
+
 REFUSED = [
     ("unet/config.json", {"in_channels": 9}, "in_channels is 9; supported: 4"),
     ("unet/config.json", {"addition_embed_type": "text_time"}, "addition_embed_type = 'text_time' is not supported"),
@@ -169,6 +187,16 @@ REFUSED = [
     ("scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr"),
     ("scheduler/scheduler_config.json", {"prediction_type": "sample"}, "prediction_type is 'sample'; supported"),
     ("scheduler/scheduler_config.json", {"beta_schedule": "squaredcos_cap_v2"}, "beta_schedule is"),
+    ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "use_beta_sigmas = True is not supported"),
+    ("scheduler/scheduler_config.json", {"algorithm_type": "dpmsolver"}, "algorithm_type is 'dpmsolver'; supported"),
+    ("scheduler/scheduler_config.json", {"skip_prk_steps": False}, "skip_prk_steps is False; supported: True"),
+    ("scheduler/scheduler_config.json", {"predict_x0": False}, "predict_x0 is False; supported: True"),
+    ("scheduler/scheduler_config.json", {"solver_order": 4}, "solver_order is 4; supported: 1 or 2 or 3"),
+    (
+        "scheduler/scheduler_config.json",
+        {"use_karras_sigmas": True, "use_exponential_sigmas": True},
+        "use_karras_sigmas and use_exponential_sigmas exclude each other",
+    ),
     # diffusers would fall back to betas no Stable Diffusion has.
     ("scheduler/scheduler_config.json", {"beta_start": ...}, "key 'beta_start' is missing"),
     ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "found 'StableDiffusionXLPipeline'"),
@@ -212,7 +240,10 @@ def test_kerascv_numerics_change_only_what_is_named():
         1e-6,
     )
     assert other.unet.norm_eps == reference.unet.norm_eps == 1e-5
-    assert other.text_encoder == reference.text_encoder and other.defaults == reference.defaults
+    assert other.text_encoder == reference.text_encoder
+    # A step grid of its own, walked by DDIM.
+    assert (other.defaults.sampler, reference.defaults.sampler) == ("ddim", "pndm")
+    assert dataclasses.replace(other.defaults, sampler="pndm") == reference.defaults
 
 
 SPEC_ERRORS = [
