@@ -11,6 +11,8 @@ Special tokens typed in the prompt ("<|endoftext|>") become the special ids, as 
 import dataclasses
 import html
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import ftfy
@@ -23,6 +25,7 @@ from models.config import InputError, read_json
 LENGTH = 77  # ids per prompt: BOS, at most 75 tokens, EOS, padding
 MAX_BYTES = 8192  # of a prompt; 75 tokens never need as much
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+ADDED_FILE = "textual_inversion.json"  # in an export: tokens of embeddings that were added to it, and their ids
 
 # Contractions, runs of letters, single digits, runs of anything else; the special tokens are split off before.
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -50,6 +53,7 @@ class Tokenizer:
     eos: int
     pad: int
     vocab_size: int  # largest id + 1; the text encoder needs at least as many embeddings
+    added: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # cleaned token -> its ids
 
     def encode(self, prompt: str) -> Tokens:
         """One prompt to 77 ids; EOS is kept where the prompt is cut.
@@ -58,12 +62,25 @@ class Tokenizer:
             InputError: the prompt is not a str, or is over 8 KiB of UTF-8.
         """
         text = clean(prompt)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        pieces = self._pieces(text)
         room = LENGTH - 2
         ids = np.full(LENGTH, self.pad, np.int32)
-        kept = [self.bos, *encoding.ids[:room], self.eos]
+        kept = [self.bos, *(piece for piece, _ in pieces[:room]), self.eos]
         ids[: len(kept)] = kept
-        return Tokens(ids, text[encoding.offsets[room][0] :] if len(encoding.ids) > room else "")
+        return Tokens(ids, text[pieces[room][1] :] if len(pieces) > room else "")
+
+    def _pieces(self, text: str) -> list[tuple[int, int]]:
+        """(id, where it starts in the text); added tokens are found first, the rest is byte-pair encoded."""
+        pieces, start = [], 0
+        found = re.finditer(_pattern(self.added), text) if self.added else ()
+        for match in (*found, None):
+            end = match.start() if match else len(text)
+            encoding = self.backend.encode(text[start:end], add_special_tokens=False)
+            pieces += [(i, start + begin) for i, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True)]
+            if match:
+                pieces += [(i, end) for i in self.added[match.group()]]
+                start = match.end()
+        return pieces
 
     def encode_batch(self, prompts: list[str]) -> tuple[np.ndarray, list[str]]:
         """Several prompts.
@@ -99,12 +116,42 @@ def clean(prompt: str) -> str:
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split()).lower()
 
 
+def with_added(tokenizer: Tokenizer, added: Mapping[str, tuple[int, ...]]) -> Tokenizer:
+    """The tokenizer with new tokens, each of one or more ids; prompts find them in any case, as whole words.
+
+    Raises:
+        InputError: a token is empty, holds white space, is in the vocabulary, or is there twice.
+    """
+    result = dict(tokenizer.added)
+    for token, ids in added.items():
+        cleaned, advice = clean(token), "name another: --embedding FILE:TOKEN"
+        if not cleaned or " " in cleaned:
+            raise InputError(f"an embedding's token should be one word, found {token!r}; {advice}")
+        known = any(tokenizer.backend.token_to_id(word) is not None for word in (cleaned, f"{cleaned}</w>"))
+        if known or cleaned in result:
+            raise InputError(f"an embedding's token should be new, {token!r} is in the vocabulary already; {advice}")
+        result[cleaned] = tuple(ids)
+    size = max([tokenizer.vocab_size, *(i + 1 for ids in result.values() for i in ids)])
+    return dataclasses.replace(tokenizer, added=result, vocab_size=size)
+
+
+def _pattern(tokens: Iterable[str]) -> str:
+    """Longest first, and never a part of a longer word: transformers finds "my-style" in "my-styles" too."""
+
+    def whole(token):
+        begin, end = (r"\b" if re.match(r"\w", character) else "" for character in (token[0], token[-1]))
+        return f"{begin}{re.escape(token)}{end}"
+
+    return "|".join(map(whole, sorted(tokens, key=len, reverse=True)))
+
+
 def load(folder: Path, default_pad_token: str = EOS) -> Tokenizer:
     """Read a checkpoint's tokenizer/ folder.
 
     Args:
-        folder: holds vocab.json and merges.txt, or tokenizer.json alone. Special tokens are named, as text or as
-            {"content": text}, in special_tokens_map.json or else tokenizer_config.json; both may be absent.
+        folder: holds vocab.json and merges.txt, or tokenizer.json alone; of an export, ADDED_FILE as well. Special
+            tokens are named, as text or as {"content": text}, in special_tokens_map.json or else
+            tokenizer_config.json; both may be absent.
         default_pad_token: padding where neither they nor tokenizer.json name any.
 
     Raises:
@@ -149,7 +196,15 @@ def load(folder: Path, default_pad_token: str = EOS) -> Tokenizer:
     )
     # Not the padding token: where that is "!", a typed "!" must stay the word it is.
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in (bos_token, eos_token)])
-    return Tokenizer(backend, bos, eos, pad, max(vocab.values()) + 1)
+    return with_added(Tokenizer(backend, bos, eos, pad, max(vocab.values()) + 1), _read_added(folder / ADDED_FILE))
+
+
+def _read_added(path: Path) -> dict[str, tuple[int, ...]]:
+    added = _optional_json(path)
+    for token, ids in added.items():
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise InputError(f"{path}: expected a list of ids for {token!r}, found {str(ids)[:40]}; export again")
+    return {token: tuple(ids) for token, ids in added.items()}
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
