@@ -115,7 +115,8 @@ def export_workload(contract: manifest.Manifest) -> dict:
         "call_path": CALL_PATHS["export"],
         "jit_components": FLAGS.jit_components,
         "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
-        "settings": dataclasses.asdict(chosen),
+        # No flag here sets a sampler's options.
+        "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
         "unet_calls": len(generate.table(functions, chosen)[0].rows),
         "images": spec.num_images,
         **{name: getattr(spec, name) for name in ("height", "width", "dtype")},

@@ -17,8 +17,9 @@ from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import noise, samplers, solvers, tokenizer
+from pipeline import noise, samplers, schedules, solvers, tokenizer
 from pipeline.manifest import Functions
+from pipeline.schedules import Options
 
 log = logging.getLogger(__name__)
 
@@ -31,21 +32,32 @@ class Settings:
     num_steps: int
     guidance_scale: float
     guidance_rescale: float = 0.0
+    options: Options = schedules.DEFAULT
 
 
-def settings(functions: Functions, sampler=None, num_steps=None, guidance_scale=None, guidance_rescale=0.0) -> Settings:
-    """Settings with the export's defaults for whatever is None.
+def settings(
+    functions: Functions,
+    sampler: str | None = None,
+    num_steps: int | None = None,
+    guidance_scale: float | None = None,
+    guidance_rescale: float = 0.0,
+    options: Options = schedules.DEFAULT,
+) -> Settings:
+    """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
 
     Raises:
-        InputError: an unknown sampler, a step count outside the export's 1..max_steps, or a guidance that is no
-            finite number.
+        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, or
+            a guidance that is no finite number.
     """
     defaults = functions.manifest.config.defaults
+    if num_steps is None:
+        num_steps = defaults.num_steps if options.num_steps is None else options.num_steps
     chosen = Settings(
         sampler=sampler or defaults.sampler,
-        num_steps=defaults.num_steps if num_steps is None else num_steps,
+        num_steps=num_steps,
         guidance_scale=float(defaults.guidance_scale if guidance_scale is None else guidance_scale),
         guidance_rescale=float(guidance_rescale),
+        options=options,
     )
     if not np.isfinite(chosen.guidance_scale) or not 0 <= chosen.guidance_rescale <= 1:
         raise InputError(
@@ -59,7 +71,7 @@ def settings(functions: Functions, sampler=None, num_steps=None, guidance_scale=
 def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
     """The steps of a run and their table f32[S, 39]. Raises InputError where there is none."""
     spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
-    return samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps)
+    return samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
 
 
 def generate(
@@ -72,6 +84,7 @@ def generate(
     num_steps: int | None = None,
     guidance_scale: float | None = None,
     guidance_rescale: float = 0.0,
+    options: Options = schedules.DEFAULT,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
 ) -> np.ndarray:
@@ -83,7 +96,8 @@ def generate(
         seed: of the first image; image i has seed + i, whatever batch it falls into.
         num_images: per prompt; None takes the export's images_per_prompt.
         sampler, num_steps, guidance_scale: None takes the export's defaults.
-        progress: told the number of steps done after each call of `denoise`.
+        options: of the sampler: eta, spacing, sigma schedule or lists.
+        progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
 
     Returns:
@@ -100,7 +114,7 @@ def generate(
     if num_images < 1:
         raise InputError(f"num_images must be 1 or more, found {num_images}")
     negatives = _per_prompt(negative_prompt, len(prompts))
-    chosen = settings(functions, sampler, num_steps, guidance_scale, guidance_rescale)
+    chosen = settings(functions, sampler, num_steps, guidance_scale, guidance_rescale, options)
     seeds = noise.image_seeds(seed, len(prompts) * num_images)
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
 
@@ -219,6 +233,7 @@ def parameters(functions: Functions, prompt: str, negative: str | None, seed: in
         "Sampler": SAMPLER_LABELS.get(chosen.sampler, chosen.sampler),
         "CFG scale": f"{chosen.guidance_scale:g}",
         "Seed": seed,
+        **_sampling_fields(functions, chosen),
         "Size": f"{contract.spec.width}x{contract.spec.height}",
         "Model": contract.checkpoint,
         "Model hash": contract.export_id[:10],
@@ -227,7 +242,36 @@ def parameters(functions: Functions, prompt: str, negative: str | None, seed: in
     return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in fields.items())])
 
 
-SAMPLER_LABELS = {"ddim": "DDIM", "euler": "Euler"}
+# What AUTOMATIC1111 calls them.
+SAMPLER_LABELS = {
+    "ddim": "DDIM",
+    "pndm": "PLMS",
+    "euler": "Euler",
+    "euler_a": "Euler a",
+    "heun": "Heun",
+    "lms": "LMS",
+    "dpmpp_2m": "DPM++ 2M",
+    "dpmpp_2m_sde": "DPM++ 2M SDE",
+    "dpmpp_3m": "DPM++ 3M",
+    "unipc": "UniPC",
+    "deis": "DEIS",
+    "lcm": "LCM",
+}
+
+
+def _sampling_fields(functions: Functions, chosen: Settings) -> dict[str, object]:
+    """The options that made a difference, by AUTOMATIC1111's names where it has them."""
+    options = chosen.options
+    schedule = samplers.resolved(chosen.sampler, functions.manifest.config.scheduler, options).sigma_schedule
+    fields = {
+        "Schedule type": schedule.capitalize() if schedule != "uniform" and options.num_steps is None else None,
+        "Eta DDIM": f"{options.eta:g}" if options.eta else None,
+        "Timestep spacing": options.timestep_spacing,
+        # No commas, which separate the fields.
+        "Timesteps": " ".join(f"{value:g}" for value in options.timesteps or ()),
+        "Sigmas": " ".join(f"{value:g}" for value in options.sigmas or ()),
+    }
+    return {key: value for key, value in fields.items() if value}
 
 
 def save(image: np.ndarray, seed: int, text: str, folder: Path) -> Path:
@@ -277,6 +321,17 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def _options() -> Options:
+    """The sampler's options as the flags say them."""
+    lists = {}
+    for name in ("timesteps", "sigmas"):
+        try:
+            lists[name] = None if FLAGS[name].value is None else tuple(map(float, FLAGS[name].value))
+        except ValueError as error:
+            raise InputError(f"--{name}: expected numbers with commas between them ({error})") from error
+    return Options(FLAGS.eta, FLAGS.timestep_spacing, FLAGS.sigma_schedule, **lists)
+
+
 def main(argv):
     prompts = argv[1:] + (read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else [])
     if not prompts:
@@ -286,12 +341,15 @@ def main(argv):
 
     functions = load.local(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), FLAGS.version, FLAGS.verify)
     num_images = FLAGS.num_images or functions.manifest.spec.images_per_prompt
-    chosen = settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale, FLAGS.guidance_rescale)
-    for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler):
+    chosen = settings(
+        functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale, FLAGS.guidance_rescale, _options()
+    )
+    for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):
         log.warning("%s", notice)
     spec = functions.manifest.spec
     calls = len(batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt))
-    with tqdm(total=calls * chosen.num_steps, desc="denoise", unit="step") as bar:
+    rows = len(table(functions, chosen)[0].rows)
+    with tqdm(total=calls * rows, desc="denoise", unit="call") as bar:
         images = generate(
             functions,
             prompts,
@@ -302,6 +360,7 @@ def main(argv):
             chosen.num_steps,
             chosen.guidance_scale,
             chosen.guidance_rescale,
+            chosen.options,
             progress=bar.update,
             steps_per_call=FLAGS.steps_per_call,
         )
@@ -321,11 +380,16 @@ if __name__ == "__main__":
     flags.DEFINE_integer("num_images", None, "Images per prompt. Default: the export's.", lower_bound=1)
     flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's.")
     flags.DEFINE_integer("num_steps", None, "Denoising steps. Default: the export's.")
+    flags.DEFINE_float("eta", 0.0, "Fresh noise of ddim: 0 none, 1 as much as DDPM.")
+    flags.DEFINE_enum("timestep_spacing", None, schedules.SPACINGS, "Which timesteps. Default: the checkpoint's.")
+    flags.DEFINE_enum("sigma_schedule", None, schedules.SIGMA_SCHEDULES, "Noise levels. Default: the checkpoint's.")
+    flags.DEFINE_list("timesteps", None, "The timesteps themselves, falling: 999,749,499,249.")
+    flags.DEFINE_list("sigmas", None, "The noise levels themselves, falling, the last where it ends: 14.6,3.1,0.7,0.")
     flags.DEFINE_float("guidance_scale", None, "Classifier-free guidance; 1 or less: none. Default: the export's.")
     flags.DEFINE_float("guidance_rescale", 0.0, "0..1: pull the contrast of guided pictures back.")
     flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
-    flags.DEFINE_integer("steps_per_call", 5, "Steps between two moves of the progress bar.", lower_bound=1)
+    flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")
     flags.DEFINE_integer("version", None, "Version of the export. Default: the newest.")
     flags.DEFINE_bool("verify", True, "Check the export's checksums first.")

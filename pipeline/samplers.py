@@ -124,17 +124,19 @@ def steps_table(
     return run, table
 
 
-def notices(name: str, config: SchedulerConfig) -> list[str]:
+def notices(name: str, config: SchedulerConfig, options: Options = DEFAULT) -> list[str]:
     """What the user should know about settings that the checkpoint's scheduler file leaves open.
 
     Returns:
-        No line when the file says everything that sampler `name` reads, else one.
+        No line when the file and the options say everything that sampler `name` reads, else one.
 
     Raises:
         InputError: an unknown sampler.
     """
     _check_name(name)
-    spacing = resolved(name, config).timestep_spacing
+    spacing = resolved(name, config, options).timestep_spacing
+    if options.timestep_spacing is not None:
+        config = dataclasses.replace(config, timestep_spacing=spacing)
     absent = [
         f"{key} = {value!r}"
         for key, value in DEFAULTS[name].items()
