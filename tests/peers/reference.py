@@ -4,8 +4,8 @@ python tests/peers/reference.py REQUEST.json OUTPUT.npz
 
 REQUEST.json:
     checkpoint, height, width      folder in diffusers' layout; pixels
-    inputs                         npz with noise f32[N,h,w,4], latent f32[N,h,w,4] (for the decoder) and
-                                   image f32[N,H,W,3] in [-1, 1] (for the encoder); channels last
+    inputs                         npz with noise f32[N,h,w,4] and, optional, latent f32[N,h,w,4] (for the decoder)
+                                   and image f32[N,H,W,3] in [-1, 1] (for the encoder); channels last
     timestep                       of the one UNet call, on `noise`
     prompts, negative_prompts      N each
     chains                         {name: {sampler ("ddim" or "euler"), num_steps, guidance_scale,
@@ -13,11 +13,12 @@ REQUEST.json:
 
 OUTPUT.npz, channels last:
     tokens, negative_tokens int32[N,77]; context, unconditional_context f32[N,77,D]; prediction f32[N,h,w,4];
-    image f32[N,H,W,3], not clipped; mean, std f32[N,h,w,4] (the encoder's, not scaled)
+    image f32[N,H,W,3], not clipped (where a latent is given); mean, std f32[N,h,w,4] (where an image is given; the
+    encoder's, not scaled)
     NAME/timesteps f64[n]; NAME/sigmas f32[n] (Euler only: sigma after each step); NAME/latents f32[n,N,h,w,4] after
     each step, in the scheduler's own scale; NAME/unet_std f32[n] of the UNet's outputs;
     NAME/float_image f32[N,H,W,3]; NAME/image uint8[N,H,W,3]
-    versions: JSON
+    request, versions: JSON
 
 Chains run through StableDiffusionPipeline itself. Its Euler multiplies the latents it is given by
 init_noise_sigma, so the same noise goes to every sampler.
@@ -53,6 +54,7 @@ def run(request: dict) -> dict[str, np.ndarray]:
         outputs |= {f"{name}/{key}": value for key, value in result.items()}
         print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
     versions = {module.__name__: module.__version__ for module in (torch, diffusers, transformers, np)}
+    outputs["request"] = np.array(json.dumps(request, default=str, sort_keys=True))
     outputs["versions"] = np.array(json.dumps(versions))
     return outputs
 
@@ -64,19 +66,19 @@ def components(pipe, request, inputs) -> dict[str, np.ndarray]:
     print("text encoder: done", flush=True)
     prediction = pipe.unet(inputs["noise"], request["timestep"], encoder_hidden_states=context).sample
     print("unet: done", flush=True)
-    image = pipe.vae.decode(inputs["latent"] / pipe.vae.config.scaling_factor).sample
-    posterior = pipe.vae.encode(inputs["image"]).latent_dist
-    print("vae: done", flush=True)
-    return {
+    outputs = {
         "tokens": tokens.numpy().astype("int32"),
         "negative_tokens": negative_tokens.numpy().astype("int32"),
         "context": context.numpy(),
         "unconditional_context": pipe.text_encoder(negative_tokens).last_hidden_state.numpy(),
         "prediction": to_numpy(prediction),
-        "image": to_numpy(image),
-        "mean": to_numpy(posterior.mean),
-        "std": to_numpy(posterior.std),
     }
+    if "latent" in inputs:
+        outputs["image"] = to_numpy(pipe.vae.decode(inputs["latent"] / pipe.vae.config.scaling_factor).sample)
+    if "image" in inputs:
+        posterior = pipe.vae.encode(inputs["image"]).latent_dist
+        outputs |= {"mean": to_numpy(posterior.mean), "std": to_numpy(posterior.std)}
+    return outputs
 
 
 def tokenize(pipe, prompts: list[str]) -> torch.Tensor:
