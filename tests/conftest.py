@@ -8,6 +8,8 @@ import copy
 import json
 import os
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -187,13 +189,42 @@ def tiny_export(exports, checkpoint_folder, export_spec) -> Path:
 
 
 @pytest.fixture(scope="session")
-def single_export(exports, checkpoint_folder, export_spec) -> Path:
-    """1 prompt x 1 image with XLA twins of all three parts."""
-    from pipeline import export
+def run_command():
+    """Function (script or module, *arguments) -> finished process, in an environment with our requirements only."""
 
-    parts = ("text_encoder", "unet", "decoder")
-    spec = export_spec(prompts=1, images_per_prompt=1)
-    export.export(export.diffusers_source(checkpoint_folder), exports / "single", spec, jit_components=parts)
+    def run(target: str, *arguments, **options) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", WITHOUT_PEERS, target, *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+
+    return run
+
+
+# Runs a script (ends in .py) or a module as Python would, with everything that is not required out of reach.
+WITHOUT_PEERS = """
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in ('torch', 'transformers', 'diffusers', 'keras_cv', 'keras_hub', 'flax', 'jax',
+                                      'safetensors', 'matplotlib'):
+            raise ModuleNotFoundError(name + ' is blocked')
+sys.meta_path.insert(0, Refuse())
+sys.argv = sys.argv[1:]
+if sys.argv[0].endswith('.py'):
+    runpy.run_path(sys.argv[0], run_name='__main__')
+else:
+    runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def single_export(exports, checkpoint_folder, run_command) -> Path:
+    """1 prompt x 1 image with XLA twins of all three parts, made by the command line without the peers' libraries."""
+    arguments = ["--checkpoint", checkpoint_folder, "--output_dir", exports / "single", "--max_steps", 12]
+    arguments += ["--height", SIZE["height"], "--width", SIZE["width"]]
+    twins = ["--jit_compile", "--jit_components", "text_encoder,unet,decoder"]
+    run = run_command("serialize_savedmodels.py", *arguments, *twins)
+    assert run.returncode == 0, run.stderr
+    assert "Traceback" not in run.stderr and f"exported {exports / 'single'} version 1" in run.stdout
     return exports / "single"
 
 
