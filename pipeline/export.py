@@ -125,6 +125,7 @@ def export(
     for notice in _sampler_notices(source.config):
         print(f"notice: {notice}")
     output_dir = output_dir.absolute()
+    publish.check_path(output_dir)
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with publish.lock(output_dir), publish.workspace(output_dir) as work:
@@ -137,8 +138,8 @@ def export(
         tf.errors.PermissionDeniedError,
         tf.errors.UnknownError,
     ) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.message
-        raise InputError(f"{output_dir}: cannot write the export: {reason}") from error
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.message
+        raise InputError(f"{output_dir}: cannot write the export: {reason.splitlines()[0]}") from error
     return manifest.read(output_dir, version)
 
 

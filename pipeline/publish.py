@@ -11,6 +11,13 @@ from pipeline import manifest
 from pipeline.manifest import Manifest
 
 
+def check_path(output_dir: Path) -> None:
+    """Raise InputError for a path that TensorFlow, which reads file names as patterns, could not load from."""
+    found = sorted(set("*?[]\\") & set(str(output_dir)))
+    if found:
+        raise InputError(f"{output_dir}: TensorFlow cannot load from paths with {' '.join(found)}; name another folder")
+
+
 @contextlib.contextmanager
 def lock(output_dir: Path):
     """One exporter per export at a time."""
@@ -26,8 +33,11 @@ def lock(output_dir: Path):
 def workspace(output_dir: Path):
     """A hidden sibling of the export, on the same file system; removed however the export ends."""
     prefix = f".tmp-{output_dir.name}-"
-    for left in output_dir.parent.glob(f"{prefix}*"):
-        shutil.rmtree(left)  # of a killed export: the lock says nobody works there
+    for left in output_dir.parent.iterdir():
+        # Of a killed export: the lock says nobody works there. A process id and no more follows the prefix; another
+        # export, whose name goes on where this one's ends, may well be running.
+        if left.name.startswith(prefix) and left.name.removeprefix(prefix).isdecimal():
+            shutil.rmtree(left)
     for part in manifest.PARTS:
         for orphan in (output_dir / part).glob("*"):
             if orphan.name.isdecimal() and int(orphan.name) not in manifest.list_versions(output_dir):
@@ -41,6 +51,11 @@ def workspace(output_dir: Path):
 
 
 def next_version(output_dir: Path, version: int | None) -> int:
+    """The version to write; None takes the highest existing one + 1.
+
+    Raises:
+        InputError: the version exists or is below 1, or the folder is something other than an export.
+    """
     existing = manifest.list_versions(output_dir)
     if version is None:
         version = max(existing, default=0) + 1
@@ -54,6 +69,7 @@ def next_version(output_dir: Path, version: int | None) -> int:
 
 
 def check_space(folder: Path, weight_bytes: int) -> None:
+    """Raise InputError where the file system of `folder`, a part in a workspace, has no room for its weights."""
     needed = int(1.02 * weight_bytes) + (64 << 20)
     free = shutil.disk_usage(folder.parents[1]).free
     if free < needed:
