@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from models.config import FAMILIES, InputError, kerascv_numerics
+from models.config import FAMILIES, InputError, Size, kerascv_numerics
 from pipeline import cli, generate, kerascv, manifest, noise, report, samplers, timing, tokenizer
 
 FLAGS = flags.FLAGS
@@ -70,9 +70,8 @@ def check_flags() -> None:
     if not FLAGS.jit_components or not set(FLAGS.jit_components) <= set(JIT_COMPONENTS):
         found = ",".join(FLAGS.jit_components)
         raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
-    for name in ("height", "width", "random_weights"):
-        if FLAGS[name].present and not FLAGS.kerascv:
-            raise InputError(f"--{name} is for --kerascv only; an export's size and weights are fixed")
+    if FLAGS.random_weights and not FLAGS.kerascv:
+        raise InputError("--random_weights is for --kerascv only; an export's weights are fixed")
     for name, wanted in (("keras_cv", FLAGS.kerascv), ("matplotlib", FLAGS.plot)):
         if wanted and importlib.util.find_spec(name) is None:
             flag, package = ("--kerascv", "keras-cv==0.9.0") if name == "keras_cv" else ("--plot", "matplotlib")
@@ -100,11 +99,18 @@ def export_workload(contract: manifest.Manifest) -> dict:
     """What one export will be asked for. Checks its files once, so that loading is timed without it."""
     manifest.verify(contract)
     # Settings need the contract only; the functions are the worker's.
-    functions = manifest.Functions(None, None, None, contract)
+    functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
     chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
     for warning in tokenizer.load(contract.folder / "tokenizer").encode_batch([FLAGS.prompt])[1]:
         log.warning("%s", warning)
     spec, config = contract.spec, kerascv_numerics(contract.config)
+    wanted = Size(FLAGS.width or spec.width, FLAGS.height or spec.height)
+    # Beside KerasCV the flags are its size; an export that lacks it keeps its own.
+    size = (
+        spec.size
+        if FLAGS.kerascv and wanted not in spec.sizes
+        else manifest.pick_size(contract, FLAGS.width, FLAGS.height)
+    )
     peer = kerascv_numerics(FAMILIES["sd1"])
     same_networks = (config.text_encoder, config.unet, config.vae) == (peer.text_encoder, peer.unet, peer.vae)
     names = [Path(name).resolve().name for name in FLAGS.models]
@@ -119,7 +125,8 @@ def export_workload(contract: manifest.Manifest) -> dict:
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
         "unet_calls": len(generate.table(functions, chosen)[0].rows),
         "images": spec.num_images,
-        **{name: getattr(spec, name) for name in ("height", "width", "dtype")},
+        **dataclasses.asdict(size),
+        "dtype": spec.dtype,
         "export": {
             "folder": folder,
             **{name: getattr(contract, name) for name in ("version", "export_id", "checkpoint", "created")},
@@ -192,7 +199,9 @@ def load_export(row: dict):
     from pipeline import load
 
     jit = {"jit_compile": row["jit_compile"], "jit_components": tuple(row["jit_components"])}
-    return picture(load.local(row["export"]["folder"], **jit, version=row["export"]["version"], verify=False), row)
+    size = {"width": row["width"], "height": row["height"]}
+    export = row["export"]
+    return picture(load.local(export["folder"], **jit, version=export["version"], verify=False, **size), row)
 
 
 def picture(functions: manifest.Functions, row: dict):
@@ -241,11 +250,8 @@ if __name__ == "__main__":
     flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_bool("random_weights", False, "KerasCV with seeded random weights: for timing without a download.")
-    flags.DEFINE_integer(
-        "height", None, "KerasCV's height in pixels. Default: the first export's, else 512.", lower_bound=1
-    )
-    flags.DEFINE_integer(
-        "width", None, "KerasCV's width in pixels. Default: the first export's, else 512.", lower_bound=1
-    )
+    for name in ("height", "width"):
+        help_text = f"{name.capitalize()} in pixels. Default: the export's first size; KerasCV: the first export's."
+        flags.DEFINE_integer(name, None, help_text, lower_bound=1)
     flags.DEFINE_string("worker", None, "Internal: measure the one row that this file describes.")
     cli.run(main)

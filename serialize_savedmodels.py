@@ -3,11 +3,12 @@
 python serialize_savedmodels.py --checkpoint checkpoints/emoji
 """
 
+import re
 from pathlib import Path
 
 from absl import flags
 
-from models.config import DTYPES, FAMILIES, ExportSpec, InputError
+from models.config import DTYPES, FAMILIES, ExportSpec, InputError, Size
 from pipeline import cli
 
 FLAGS = flags.FLAGS
@@ -16,14 +17,18 @@ flags.DEFINE_string("checkpoint", "checkpoints/emoji", "Checkpoint to export: a 
 flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
 flags.DEFINE_integer("height", None, "Height of the pictures in pixels. Default: the checkpoint's own size.")
 flags.DEFINE_integer("width", None, "Width of the pictures in pixels. Default: the checkpoint's own size.")
+flags.DEFINE_list("sizes", [], "Sizes from one copy of the weights, e.g. 512x512,768x512 (width x height).")
 flags.DEFINE_integer("prompts", 1, "Prompts per call.")
 flags.DEFINE_integer("images_per_prompt", 1, "Images per prompt and call.")
+flags.DEFINE_integer("prompt_chunks", 1, "Blocks of 75 tokens that a prompt may fill.")
 flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can make.")
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
 flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
 flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get twins: of text_encoder, unet, decoder.")
 flags.DEFINE_integer("version", None, "Version of the export. Default: the highest existing one + 1.")
 flags.DEFINE_string("variant", None, "Prefer weight files of this variant, e.g. fp16. Default: the plain files.")
+flags.DEFINE_multi_string("lora", [], "LoRA to merge into the weights: FILE.safetensors or FILE.safetensors:WEIGHT.")
+flags.DEFINE_multi_string("embedding", [], "Textual inversion to add: FILE.safetensors or FILE.safetensors:TOKEN.")
 flags.DEFINE_bool("kerascv", False, "Export KerasCV's own Stable Diffusion 1.x weights instead of a checkpoint.")
 flags.DEFINE_bool("random_weights", False, "Full-size Stable Diffusion 1.x with seeded random weights: for timing.")
 flags.DEFINE_integer("random_seed", 0, "Seed of --random_weights.")
@@ -38,16 +43,18 @@ def main(argv):
     jit_components = tuple(FLAGS.jit_components) if FLAGS.jit_compile else ()
     load.check_jit_components(jit_components)
     source = find_source(export)
-    size = source.config.default_size
+    first, *more = find_sizes(source.config.default_size)
     spec = ExportSpec(
-        height=FLAGS.height if FLAGS.height is not None else size,
-        width=FLAGS.width if FLAGS.width is not None else size,
+        height=first.height,
+        width=first.width,
         prompts=FLAGS.prompts,
         images_per_prompt=FLAGS.images_per_prompt,
         dtype=FLAGS.dtype,
         max_steps=FLAGS.max_steps,
+        prompt_chunks=FLAGS.prompt_chunks,
+        more_sizes=tuple(more),
     )
-    output_dir = Path(FLAGS.output_dir or f"exports/{source.name}")
+    output_dir = Path(FLAGS.output_dir or default_output_dir(source))
     manifest = export.export(source, output_dir, spec, jit_components, FLAGS.version)
     print(
         f"exported {manifest.folder} version {manifest.version}; see what it can do: "
@@ -55,10 +62,31 @@ def main(argv):
     )
 
 
+def default_output_dir(source) -> str:
+    """Other weights or tokens make another export: versions of one must be able to stand in for each other."""
+    embedded = ["embedded"] if source.embeddings else []
+    return "exports/" + "-".join([source.name, *(lora.name for lora in source.loras), *embedded])
+
+
+def find_sizes(default: int) -> list[Size]:
+    """What --sizes or --height and --width ask for; the first is the one without a suffix."""
+    if not FLAGS.sizes:
+        width = FLAGS.width if FLAGS.width is not None else default
+        return [Size(width, FLAGS.height if FLAGS.height is not None else default)]
+    if FLAGS.height is not None or FLAGS.width is not None:
+        raise InputError("--sizes and --height/--width: give one or the other")
+    found = [re.fullmatch(r"(\d+)x(\d+)", size.strip()) for size in FLAGS.sizes]
+    if not all(found):
+        raise InputError(f"--sizes {','.join(FLAGS.sizes)}: expected WIDTHxHEIGHT,WIDTHxHEIGHT, e.g. 512x512,768x512")
+    return [Size(int(match[1]), int(match[2])) for match in found]
+
+
 def find_source(export):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
-        return export.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant)
+        return export.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant, FLAGS.lora, FLAGS.embedding)
+    if FLAGS.lora or FLAGS.embedding:
+        raise InputError("--lora and --embedding go into a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
     if FLAGS.kerascv:
         return export.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)

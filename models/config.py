@@ -123,6 +123,17 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Size:
+    """Pixels of a picture."""
+
+    width: int
+    height: int
+
+    def __str__(self):
+        return f"{self.width}x{self.height}"
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportSpec:
     """What an export fixes. Sampler, step count, spacing, guidance and seeds stay free."""
 
@@ -132,6 +143,22 @@ class ExportSpec:
     images_per_prompt: int  # M; image r belongs to prompt r // M
     dtype: str  # of the stored weights: "float32" or "bfloat16"
     max_steps: int  # S, rows of the steps table
+    prompt_chunks: int = 1  # k, blocks of 77 tokens in a prompt
+    more_sizes: tuple[Size, ...] = ()  # pictures that the same weights also draw, each by signatures of its own
+
+    @property
+    def size(self) -> Size:
+        """The size that signatures without a suffix have."""
+        return Size(self.width, self.height)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """All sizes, the main one first."""
+        return (self.size, *self.more_sizes)
+
+    def signature(self, name: str, size: Size) -> str:
+        """What signature `name` is called for one of the sizes: denoise, denoise_768x512."""
+        return name if size == self.size else f"{name}_{size}"
 
     @property
     def num_images(self) -> int:
@@ -141,12 +168,16 @@ class ExportSpec:
     def check(self, config: ModelConfig) -> None:
         """Raise InputError for a size, count or dtype that cannot be exported."""
         step = config.vae.downscale
-        for name in ("height", "width"):
-            value = getattr(self, name)
-            if value < step or value % step:
-                below = max(step, value // step * step)
-                raise InputError(f"--{name} {value}: must be a multiple of {step}; nearest: {below} or {below + step}")
-        for name, most in (("prompts", 1024), ("images_per_prompt", 1024)):
+        for size in self.sizes:
+            for name in ("height", "width"):
+                value = getattr(size, name)
+                if value < step or value % step:
+                    below = max(step, value // step * step)
+                    nearest = f"{below} or {below + step}"
+                    raise InputError(f"--{name} {value}: must be a multiple of {step}; nearest: {nearest}")
+        if len(set(self.sizes)) < len(self.sizes):
+            raise InputError(f"--sizes {','.join(map(str, self.sizes))}: names a size twice")
+        for name, most in (("prompts", 1024), ("images_per_prompt", 1024), ("prompt_chunks", 16)):
             if not 1 <= getattr(self, name) <= most:
                 raise InputError(f"--{name} {getattr(self, name)}: must be 1..{most}")
         if not 1 <= self.max_steps <= config.scheduler.num_train_timesteps:

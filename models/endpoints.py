@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from models import loop
-from models.config import ExportSpec, ModelConfig, SchedulerConfig, TensorSpec
+from models.config import ExportSpec, ModelConfig, SchedulerConfig, Size, TensorSpec
 
 # Prediction's conditioning: (name for the prompt, name for the negative prompt).
 CONDITIONING = (("context", "unconditional_context"),)
@@ -33,6 +33,7 @@ class Endpoint:
     require: Callable[..., list[tuple]] | None = None  # inputs to [(bool[], message)], asserted before the call
     ensure: Callable[..., list[tuple]] | None = None  # all outputs of the function to the same, after the call
     png: dict[str, str] = dataclasses.field(default_factory=dict)  # output -> uint8 image it is the PNG of
+    twin: bool = False  # True: what an export with XLA twins also stores compiled
 
 
 Share = Callable[[Callable], Callable]  # how endpoints reuse one traced body, e.g. tf.function
@@ -44,7 +45,8 @@ def text_encoder(model, config: ModelConfig, spec: ExportSpec, empty_tokens: np.
     Args:
         empty_tokens: int32[77], the empty prompt's ids.
     """
-    length, width = config.text_encoder.max_position_embeddings, config.text_encoder.hidden_size
+    block, width = config.text_encoder.max_position_embeddings, config.text_encoder.hidden_size
+    length = spec.prompt_chunks * block
     prompts, images, per_prompt = spec.prompts, spec.num_images, spec.images_per_prompt
     contexts = (
         TensorSpec("context", (images, length, width), "float32"),
@@ -65,34 +67,40 @@ def text_encoder(model, config: ModelConfig, spec: ExportSpec, empty_tokens: np.
         return [(fits, f"tokens must have 1, {prompts} or {images} rows")]
 
     def encode(tokens, negative_tokens, token_weights, negative_token_weights):
-        context = ops.cast(model(ops.concatenate([tokens, negative_tokens], axis=0)), "float32")
-        context = weigh(context, ops.concatenate([token_weights, negative_token_weights], axis=0))
+        # Each block of 77 is a text of its own to the encoder; together they are the context.
+        blocks = ops.reshape(ops.concatenate([tokens, negative_tokens], axis=0), (-1, block))
+        weights = ops.reshape(ops.concatenate([token_weights, negative_token_weights], axis=0), (-1, block))
+        context = weigh(ops.cast(model(blocks), "float32"), weights)
+        context = ops.reshape(context, (2 * prompts, length, width))
         positive, negative = context[:prompts], context[prompts:]
         return {
             "context": ops.repeat(positive, per_prompt, axis=0),
             "unconditional_context": ops.repeat(negative, per_prompt, axis=0),
         }
 
-    return [
-        Endpoint(
-            name="serving_default",
-            inputs=(TensorSpec("tokens", (None, length), "int32"),),
-            outputs=contexts,
-            function=serving_default,
-            require=batch_fits,
+    encode = Endpoint(
+        name="encode",
+        inputs=(
+            TensorSpec("tokens", (prompts, length), "int32"),
+            TensorSpec("negative_tokens", (prompts, length), "int32"),
+            TensorSpec("token_weights", (prompts, length), "float32"),
+            TensorSpec("negative_token_weights", (prompts, length), "float32"),
         ),
-        Endpoint(
-            name="encode",
-            inputs=(
-                TensorSpec("tokens", (prompts, length), "int32"),
-                TensorSpec("negative_tokens", (prompts, length), "int32"),
-                TensorSpec("token_weights", (prompts, length), "float32"),
-                TensorSpec("negative_token_weights", (prompts, length), "float32"),
-            ),
-            outputs=contexts,
-            function=encode,
-        ),
-    ]
+        outputs=contexts,
+        function=encode,
+        twin=True,
+    )
+    if spec.prompt_chunks > 1:
+        # Clients of the KerasCV SavedModels send one block.
+        return [encode]
+    serving_default = Endpoint(
+        name="serving_default",
+        inputs=(TensorSpec("tokens", (None, length), "int32"),),
+        outputs=contexts,
+        function=serving_default,
+        require=batch_fits,
+    )
+    return [serving_default, encode]
 
 
 def weigh(context, weights):
@@ -115,30 +123,40 @@ def diffusion_model(
     alphas_cumprod: np.ndarray,
     share: Share = lambda function: function,
 ) -> list[Endpoint]:
-    """`serving_default`, `denoise` (the whole loop) and `unet` (one prediction).
+    """`serving_default`; per size `denoise` (the whole loop), `denoise_unguided` (half the work) and `unet` (one call).
 
     Args:
         ddim: the checkpoint's schedule with DDIM's own defaults filled in, for `serving_default`.
         alphas_cumprod: float64[num_train_timesteps].
     """
+    made = []
+    for size in spec.sizes:
+        run, pure = _loops(model, config, spec, size, share)
+        if size == spec.size and spec.prompt_chunks == 1:
+            made.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
+        made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
+    return made
+
+
+def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> tuple[Callable, list[Endpoint]]:
+    """The guided loop as a function of effective guidance, and the pure endpoints of one size."""
     images, steps = spec.num_images, spec.max_steps
-    length, width = config.text_encoder.max_position_embeddings, config.unet.cross_attention_dim
-    latent_shape = (
-        images,
-        spec.height // config.vae.downscale,
-        spec.width // config.vae.downscale,
-        config.vae.latent_channels,
-    )
-    latent = TensorSpec("latent", latent_shape, "float32")
-    memory = TensorSpec("memory", (loop.STATE - 1, *latent_shape), "float32")
-    contexts = {name: TensorSpec(name, (images, length, width), "float32") for pair in CONDITIONING for name in pair}
+    length = spec.prompt_chunks * config.text_encoder.max_position_embeddings
+    latent = _latent(config, spec, size)
+    memory = TensorSpec("memory", (loop.STATE - 1, *latent.shape), "float32")
+    contexts = {
+        name: TensorSpec(name, (images, length, config.unet.cross_attention_dim), "float32")
+        for pair in CONDITIONING
+        for name in pair
+    }
+    prompt_contexts = tuple(contexts[name] for name, _ in CONDITIONING)
 
     def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
         conditioning = {name: (contexts[name], contexts[negative]) for name, negative in CONDITIONING}
         state = loop.denoise(
             *(model, latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, conditioning)
         )
-        return dict(zip(("latent", "memory", "denoised"), state, strict=True))
+        return dict(zip(STATE, state, strict=True))
 
     run = share(run)
 
@@ -146,17 +164,84 @@ def diffusion_model(
         # A scale of 1 or less means the conditional prediction alone, as in diffusers.
         return run(guidance=ops.maximum(guidance_scale - 1.0, 0.0), **inputs)
 
+    def unet(latent, timestep, **contexts):
+        return {"prediction": model(latent, timestep, **contexts)}
+
+    unet = share(unet)
+
+    def denoise_unguided(latent, memory, steps, first_step, last_step, seed, **contexts):
+        def predict(latent, timestep, **contexts):
+            return unet(latent=latent, timestep=timestep, **contexts)["prediction"]
+
+        conditioning = {name: (context,) for name, context in contexts.items()}
+        state = loop.denoise(*(predict, latent, memory, steps, first_step, last_step, None, None, seed, conditioning))
+        return dict(zip(STATE, state, strict=True))
+
     def rows_fit(first_step, last_step, **_):
         return [
             (ops.logical_and(first_step >= 0, first_step <= last_step), "first_step must be in 0..last_step"),
             (last_step <= steps, f"last_step must be at most {steps}, the rows of the steps table"),
         ]
 
+    scale = TensorSpec("guidance_scale", (images,), "float32")
+    rows = (
+        latent,
+        memory,
+        TensorSpec("steps", (steps, loop.ROW), "float32"),
+        TensorSpec("first_step", (), "int32"),
+        TensorSpec("last_step", (), "int32"),
+    )
+    guidance = (scale, dataclasses.replace(scale, name="guidance_rescale"))
+    seed = TensorSpec("seed", (images, 2), "int32")
+    state = (latent, memory, dataclasses.replace(latent, name="denoised"))
+    return run, [
+        Endpoint(
+            name="denoise",
+            inputs=(*rows, *guidance, seed, *contexts.values()),
+            outputs=state,
+            function=denoise,
+            require=rows_fit,
+            twin=True,
+        ),
+        Endpoint(
+            name="denoise_unguided",
+            inputs=(*rows, seed, *prompt_contexts),
+            outputs=state,
+            function=denoise_unguided,
+            require=rows_fit,
+            twin=True,
+        ),
+        Endpoint(
+            name="unet",
+            inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts),
+            outputs=(dataclasses.replace(latent, name="prediction"),),
+            function=lambda **inputs: unet(**inputs),
+        ),
+    ]
+
+
+STATE = ("latent", "memory", "denoised")  # what the loops return
+
+
+def _latent(config: ModelConfig, spec: ExportSpec, size: Size) -> TensorSpec:
+    scale = config.vae.downscale
+    shape = (spec.num_images, size.height // scale, size.width // scale, config.vae.latent_channels)
+    return TensorSpec("latent", shape, "float32")
+
+
+def _published_loop(
+    run: Callable, denoise: Endpoint, spec: ExportSpec, ddim: SchedulerConfig, alphas_cumprod: np.ndarray
+) -> Endpoint:
+    """`serving_default` as clients of the published KerasCV SavedModels know it: fresh noise, DDIM, one guidance."""
+    images, steps = spec.num_images, spec.max_steps
+    tensors = {tensor.name: tensor for tensor in denoise.inputs}
+    contexts = tuple(tensors[name] for pair in CONDITIONING for name in pair)
+
     def serving_default(latent, num_steps, unconditional_guidance_scale, **contexts):
         # The published SavedModels' guidance, u + s (c - u) at every s.
         return run(
             latent=latent,
-            memory=ops.zeros(memory.shape, dtype="float32"),
+            memory=ops.zeros(tensors["memory"].shape, dtype="float32"),
             steps=ddim_rows(num_steps, steps, ddim, alphas_cumprod),
             first_step=ops.zeros((), dtype="int32"),
             # A count outside the table becomes a range outside it, which gives NaN.
@@ -171,51 +256,18 @@ def diffusion_model(
         fits = ops.logical_and(num_steps >= 1, num_steps <= steps)
         return [(fits, f"num_steps must be in 1..{steps}, the rows this export was made with")]
 
-    def unet(latent, timestep, **contexts):
-        return {"prediction": model(latent, timestep, **contexts)}
-
-    scale = TensorSpec("guidance_scale", (images,), "float32")
-    return [
-        Endpoint(
-            name="serving_default",
-            inputs=(
-                *contexts.values(),
-                TensorSpec("num_steps", (), "int32"),
-                TensorSpec("unconditional_guidance_scale", (), "float32"),
-            ),
-            outputs=(latent,),
-            function=serving_default,
-            drawn=(latent,),
-            require=count_fits,
+    return Endpoint(
+        name="serving_default",
+        inputs=(
+            *contexts,
+            TensorSpec("num_steps", (), "int32"),
+            TensorSpec("unconditional_guidance_scale", (), "float32"),
         ),
-        Endpoint(
-            name="denoise",
-            inputs=(
-                latent,
-                memory,
-                TensorSpec("steps", (steps, loop.ROW), "float32"),
-                TensorSpec("first_step", (), "int32"),
-                TensorSpec("last_step", (), "int32"),
-                scale,
-                dataclasses.replace(scale, name="guidance_rescale"),
-                TensorSpec("seed", (images, 2), "int32"),
-                *contexts.values(),
-            ),
-            outputs=(latent, memory, dataclasses.replace(latent, name="denoised")),
-            function=denoise,
-            require=rows_fit,
-        ),
-        Endpoint(
-            name="unet",
-            inputs=(
-                latent,
-                TensorSpec("timestep", (images,), "float32"),
-                *(contexts[name] for name, _ in CONDITIONING),
-            ),
-            outputs=(dataclasses.replace(latent, name="prediction"),),
-            function=unet,
-        ),
-    ]
+        outputs=(tensors["latent"],),
+        function=serving_default,
+        drawn=(tensors["latent"],),
+        require=count_fits,
+    )
 
 
 def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod: np.ndarray):
@@ -272,11 +324,18 @@ def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod
 
 
 def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda function: function) -> list[Endpoint]:
-    """`serving_default`, `decode`, `decode_float` and `decode_png`."""
-    images = spec.num_images
-    height, width = spec.height // config.vae.downscale, spec.width // config.vae.downscale
-    latent = TensorSpec("latent", (images, height, width, config.vae.latent_channels), "float32")
-    pixels = TensorSpec("generated_images", (images, spec.height, spec.width, 3), "uint8")
+    """`serving_default`; per size `decode`, `decode_float` and `decode_png`."""
+    made = []
+    for size in spec.sizes:
+        endpoints = _decoders(model, config, spec, size, share)
+        if size == spec.size:
+            made.append(_published_decoder(endpoints[0]))
+        made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in endpoints]
+    return made
+
+
+def _decoders(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> list[Endpoint]:
+    images, latent = spec.num_images, _latent(config, spec, size)
     compute = "float32" if config.vae.force_upcast else spec.dtype
     # KerasCV truncates, diffusers rounds.
     to_integer = ops.floor if config.numerics == "kerascv" else ops.round
@@ -295,21 +354,19 @@ def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda 
         levels = ops.where(ops.isfinite(image), levels, 0.0)
         return {"generated_images": ops.cast(levels, "uint8"), "finite": finite}
 
-    def all_finite(finite, **_):
-        return [(ops.all(finite), "the decoded images hold NaN or infinite values")]
-
+    shape = (images, size.height, size.width, config.vae.out_channels)
     return [
-        Endpoint(name="serving_default", inputs=(latent,), outputs=(pixels,), function=decode, ensure=all_finite),
         Endpoint(
             name="decode",
             inputs=(latent,),
-            outputs=(pixels, TensorSpec("finite", (images,), "bool")),
+            outputs=(TensorSpec("generated_images", shape, "uint8"), TensorSpec("finite", (images,), "bool")),
             function=decode,
+            twin=True,
         ),
         Endpoint(
             name="decode_float",
             inputs=(latent,),
-            outputs=(TensorSpec("image", (images, spec.height, spec.width, 3), "float32"),),
+            outputs=(TensorSpec("image", shape, "float32"),),
             function=lambda latent: decode_float(latent=latent),
         ),
         Endpoint(
@@ -317,7 +374,18 @@ def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda 
             inputs=(latent,),
             outputs=(TensorSpec("image_bytes", (images,), "string"),),
             function=decode,
-            ensure=all_finite,
+            ensure=_all_finite,
             png={"image_bytes": "generated_images"},
         ),
     ]
+
+
+def _all_finite(finite, **_):
+    return [(ops.all(finite), "the decoded images hold NaN or infinite values")]
+
+
+def _published_decoder(decode: Endpoint) -> Endpoint:
+    """`serving_default`: pictures only, since a second output would change the shape of a REST answer."""
+    return dataclasses.replace(
+        decode, name="serving_default", outputs=decode.outputs[:1], ensure=_all_finite, twin=False
+    )

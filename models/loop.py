@@ -26,14 +26,16 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
     """Run rows first_step..last_step-1 of a steps table.
 
     Args:
-        unet: function (latent f32[2N,h,w,4], timestep f32[2N], **conditioning of 2N rows) -> prediction f32[2N,h,w,4].
+        unet: function (latent f32[B,h,w,4], timestep f32[B], **conditioning of B rows) -> prediction f32[B,h,w,4],
+            B = 2N, or N without guidance.
         latent: f32[N,h,w,4], z0. memory: f32[4,N,h,w,4], z1..z4.
         steps: f32[S,39]. first_step, last_step: int32[], 0 <= first <= last <= S; otherwise the result is NaN.
         guidance: f32[N], weight of (conditional - unconditional) added to the conditional prediction:
-            guidance_scale - 1 (Ho and Salimans 2022, arXiv:2207.12598). A row's g multiplies it.
-        guidance_rescale: f32[N] in [0, 1] (Lin et al. 2023, arXiv:2305.08891, section 3.4).
+            guidance_scale - 1 (Ho and Salimans 2022, arXiv:2207.12598). A row's g multiplies it. None: the
+            conditional prediction alone, at half the work.
+        guidance_rescale: f32[N] in [0, 1] (Lin et al. 2023, arXiv:2305.08891, section 3.4); None with no guidance.
         seed: int32[N,2], low and high word of each image's seed; used by rows with noise.
-        conditioning: {name: (conditional, unconditional)}, each [N, ...].
+        conditioning: {name: (conditional, unconditional)}, each [N, ...]; with no guidance {name: (conditional,)}.
 
     Returns:
         latent, memory, denoised f32[N,h,w,4] (the last row's estimate of the clean latent).
@@ -44,8 +46,18 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
     latent = ops.where(in_range, latent, math.nan)
     # Clamped so that the gather stays inside the table whatever the caller asked for.
     start, stop = ops.maximum(first_step, 0), ops.minimum(last_step, total)
-    doubled = {name: ops.concatenate(pair, axis=0) for name, pair in conditioning.items()}
-    guidance = ops.reshape(guidance, (-1, 1, 1, 1))
+    conditioning = {name: ops.concatenate(halves, axis=0) for name, halves in conditioning.items()}
+
+    def predict(z0, timestep, g):
+        if guidance is None:
+            return unet(z0, ops.broadcast_to(timestep, z0.shape[:1]), **conditioning)
+        timesteps = ops.broadcast_to(timestep, (2 * z0.shape[0],))
+        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **conditioning)
+        conditional, unconditional = ops.split(out, 2, axis=0)
+        # guidance 0 leaves exactly the conditional prediction.
+        out = conditional + g * ops.reshape(guidance, (-1, 1, 1, 1)) * (conditional - unconditional)
+        return rescale(out, conditional, guidance_rescale)
+
     state = ops.concatenate([latent[None], memory], axis=0)
 
     def condition(index, state, denoised):
@@ -59,14 +71,7 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
         c = ops.reshape(row[ROW - STATE :], (STATE, 1, 1, 1, 1))
 
         z0 = state[0]
-        timesteps = ops.broadcast_to(timestep, (2 * z0.shape[0],))
-        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **doubled)
-        conditional, unconditional = ops.split(out, 2, axis=0)
-        # guidance 0 leaves exactly the conditional prediction.
-        out = conditional + g * guidance * (conditional - unconditional)
-        out = rescale(out, conditional, guidance_rescale)
-
-        denoised = p * z0 + q * out
+        denoised = p * z0 + q * predict(z0, timestep, g)
         # Multiply and sum, not a matrix product: accelerators may round that to TF32.
         state = ops.sum(a * state[None], axis=1) + b * denoised[None]
         state = state + c * noise(seed, index, z0.shape, ops.any(c != 0))[None]

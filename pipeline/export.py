@@ -11,31 +11,26 @@ import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from models import checkpoint, diffusers, endpoints, keymaps, text_encoder, unet, vae
+from models import checkpoint, diffusers, embedding, endpoints, keymaps, lora, text_encoder, unet, vae
 from models.config import FAMILIES, ExportSpec, InputError, ModelConfig, default_sampler, kerascv_numerics
 from pipeline import manifest, publish, samplers, schedules, tokenizer
-from pipeline.manifest import Difference, Manifest, Signature
+from pipeline.manifest import AddedEmbedding, Difference, Manifest, MergedLora, Signature
 
-COMPONENTS = {
-    "text_encoder": "text_encoder",
-    "unet": "diffusion_model",
-    "decoder": "decoder",
-}  # what users name -> part
+# What users name -> part.
+COMPONENTS = {"text_encoder": "text_encoder", "unet": "diffusion_model", "decoder": "decoder"}
 TOKENIZER_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    *("vocab.json", "merges.txt", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
 )
 # PSNR in dB of the reloaded export against the live model, below which nothing is published.
 RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0}
@@ -49,19 +44,49 @@ class Source:
     config: ModelConfig
     tokenizer: Path  # folder
     fill: Callable[[str, list], list[str]]  # (component, built layers) -> names that were ignored
+    loras: tuple[MergedLora, ...] = ()  # what `fill` merges into the weights
+    embeddings: tuple[AddedEmbedding, ...] = ()  # tokens whose vectors `fill` adds; `config` counts them already
 
 
-def diffusers_source(folder: Path, variant: str | None = None) -> Source:
-    """A checkpoint in diffusers' folder layout. Raises InputError when it is none."""
+def diffusers_source(
+    folder: Path, variant: str | None = None, loras: Sequence[str] = (), embeddings: Sequence[str] = ()
+) -> Source:
+    """A checkpoint in diffusers' folder layout.
+
+    Args:
+        loras: FILE or FILE:WEIGHT each, merged into the weights in this order.
+        embeddings: FILE or FILE:TOKEN each, textual inversion that prompts can use as TOKEN.
+
+    Raises:
+        InputError: no such checkpoint, or files that do not fit it.
+    """
     ignored_folders = diffusers.check_folder(folder)
     if ignored_folders:
         print(f"ignored: {', '.join(ignored_folders)}")
+    config = diffusers.read_config(folder)
+    tensors = {component: diffusers.read_weights(folder, component, variant) for component in diffusers.WEIGHT_NAMES}
+    merged = [lora.parse(option) for option in loras]
+    tensors = lora.merge(tensors, merged)
+    added = [embedding.parse(option) for option in embeddings]
+    if added:
+        tensors["text_encoder"] = embedding.extend(tensors["text_encoder"], added)
+        config, added = _with_tokens(config, folder / "tokenizer", added)
 
     def fill(component, layers):
-        tensors = diffusers.read_weights(folder, component, variant)
-        return checkpoint.load(layers, tensors, keymaps.DIFFUSERS[component], str(folder / component))
+        return checkpoint.load(layers, tensors[component], keymaps.DIFFUSERS[component], str(folder / component))
 
-    return Source(folder.resolve().name, diffusers.read_config(folder), folder / "tokenizer", fill)
+    used = tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged)
+    return Source(folder.resolve().name, config, folder / "tokenizer", fill, used, tuple(added))
+
+
+def _with_tokens(config: ModelConfig, folder: Path, added: list[embedding.Embedding]):
+    """The config with a row for each vector, and which ids the tokens have: the rows after the checkpoint's own."""
+    words, rows, used = tokenizer.load(folder), config.text_encoder.vocab_size, []
+    for file in added:
+        ids = tuple(range(rows, rows + file.count))
+        words, rows = tokenizer.with_added(words, {file.token: ids}), rows + file.count
+        used.append(AddedEmbedding(tokenizer.clean(file.token), ids, manifest.sha256(file.path)))
+    return dataclasses.replace(config, text_encoder=dataclasses.replace(config.text_encoder, vocab_size=rows)), used
 
 
 def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) -> Source:
@@ -120,6 +145,8 @@ def export(
         InputError: whatever makes the export impossible; nothing is left behind.
     """
     spec.check(source.config)
+    if spec.max_steps < source.config.defaults.num_steps:
+        print(f"notice: --max_steps {spec.max_steps} is below the default of {source.config.defaults.num_steps} steps")
     empty_tokens = tokenizer.load(source.tokenizer).encode("").ids
     _check_vocabulary(source, empty_tokens)
     for notice in _sampler_notices(source.config):
@@ -162,6 +189,9 @@ def _write(source, work: Path, spec, jit_components, version: int, empty_tokens)
     for name in TOKENIZER_FILES:
         if (source.tokenizer / name).exists():
             shutil.copyfile(source.tokenizer / name, work / "tokenizer" / name)
+    if source.embeddings:
+        ids = json.dumps({added.token: added.ids for added in source.embeddings}, ensure_ascii=False)
+        (work / "tokenizer" / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
     jit_parts = {COMPONENTS[name] for name in jit_components}
     signatures, differences, twins = {}, {}, []
     for part, build in _parts(source, spec, empty_tokens).items():
@@ -182,6 +212,8 @@ def _write(source, work: Path, spec, jit_components, version: int, empty_tokens)
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         spec=spec,
         config=source.config,
+        loras=source.loras,
+        embeddings=source.embeddings,
         zero_unconditional=False,
         xla_signatures=tuple(twins),
         signatures=signatures,
@@ -247,9 +279,8 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool):
     publish.check_space(folder, sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables))
     functions = {e.name: _function(e) for e in made}
     described = {e.name: Signature(e.inputs, e.outputs) for e in made}
-    chain = {name for part, name in manifest.CHAIN.values() if part == folder.parent.name}
     for endpoint in made:
-        if jit and endpoint.name in chain:
+        if jit and endpoint.twin:
             functions[f"{endpoint.name}_xla"] = _function(endpoint, jit=True)
             described[f"{endpoint.name}_xla"] = described[endpoint.name]
     print(f"{folder.parent.name}: saving {', '.join(functions)}", flush=True)

@@ -7,18 +7,16 @@ No TensorFlow here: an export is loaded by `pipeline.load`.
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from absl import flags
-from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
 from models.config import InputError
 from pipeline import noise, samplers, schedules, solvers, tokenizer
-from pipeline.manifest import Functions
+from pipeline.manifest import Functions, chain_signature
 from pipeline.schedules import Options
 
 log = logging.getLogger(__name__)
@@ -32,6 +30,8 @@ class Settings:
     num_steps: int
     guidance_scale: float
     guidance_rescale: float = 0.0
+    guidance_start: float = 0.0  # guided are the rows in [start, end) of the run, as fractions of it
+    guidance_end: float = 1.0
     options: Options = schedules.DEFAULT
 
 
@@ -41,6 +41,8 @@ def settings(
     num_steps: int | None = None,
     guidance_scale: float | None = None,
     guidance_rescale: float = 0.0,
+    guidance_start: float = 0.0,
+    guidance_end: float = 1.0,
     options: Options = schedules.DEFAULT,
 ) -> Settings:
     """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
@@ -57,6 +59,8 @@ def settings(
         num_steps=num_steps,
         guidance_scale=float(defaults.guidance_scale if guidance_scale is None else guidance_scale),
         guidance_rescale=float(guidance_rescale),
+        guidance_start=float(guidance_start),
+        guidance_end=float(guidance_end),
         options=options,
     )
     if not np.isfinite(chosen.guidance_scale) or not 0 <= chosen.guidance_rescale <= 1:
@@ -64,14 +68,30 @@ def settings(
             f"guidance_scale must be a finite number and guidance_rescale within 0..1, found "
             f"{chosen.guidance_scale} and {chosen.guidance_rescale}"
         )
+    if not 0 <= chosen.guidance_start <= chosen.guidance_end <= 1:
+        raise InputError(
+            f"guidance_start and guidance_end must be 0 <= start <= end <= 1, found {chosen.guidance_start:g} and "
+            f"{chosen.guidance_end:g}"
+        )
     table(functions, chosen)
     return chosen
 
 
 def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
-    """The steps of a run and their table f32[S, 39]. Raises InputError where there is none."""
+    """The steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
+
+    The interval is Kynkäänniemi et al. 2024, arXiv:2404.07724, in fractions of the run.
+
+    Raises:
+        InputError: there is no such run.
+    """
     spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
-    return samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
+    steps, rows = samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
+    position = np.arange(len(steps.rows)) / len(steps.rows)
+    outside = (position < chosen.guidance_start) | (position >= chosen.guidance_end)
+    for filled in (steps.rows, rows):
+        filled[: len(position)][outside, solvers.ROW["g"]] = 0.0
+    return steps, rows
 
 
 def generate(
@@ -82,9 +102,12 @@ def generate(
     num_images: int | None = None,
     sampler: str | None = None,
     num_steps: int | None = None,
-    guidance_scale: float | None = None,
+    guidance_scale: float | Sequence[float] | None = None,
     guidance_rescale: float = 0.0,
+    guidance_start: float = 0.0,
+    guidance_end: float = 1.0,
     options: Options = schedules.DEFAULT,
+    prompt_weighting: bool = True,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
 ) -> np.ndarray:
@@ -95,8 +118,10 @@ def generate(
         negative_prompt: None, one for all prompts, or one per prompt.
         seed: of the first image; image i has seed + i, whatever batch it falls into.
         num_images: per prompt; None takes the export's images_per_prompt.
-        sampler, num_steps, guidance_scale: None takes the export's defaults.
+        sampler, num_steps, guidance_scale: None takes the export's defaults; guidance_scale may be one per image.
+        guidance_start, guidance_end: fractions of the run outside which there is no guidance, at half the work.
         options: of the sampler: eta, spacing, sigma schedule or lists.
+        prompt_weighting: read (brackets:1.2) in prompts as weights.
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
 
@@ -114,16 +139,25 @@ def generate(
     if num_images < 1:
         raise InputError(f"num_images must be 1 or more, found {num_images}")
     negatives = _per_prompt(negative_prompt, len(prompts))
-    chosen = settings(functions, sampler, num_steps, guidance_scale, guidance_rescale, options)
-    seeds = noise.image_seeds(seed, len(prompts) * num_images)
+    total = len(prompts) * num_images
+    scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
+    chosen = settings(
+        *(functions, sampler, num_steps, scales[0], guidance_rescale, guidance_start, guidance_end, options)
+    )
+    seeds = noise.image_seeds(seed, total)
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
 
     images: dict[int, np.ndarray] = {}
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
         # rows: image number for each of the N places, repeated where the last call is not full.
         places = [row // num_images for row in rows[:: spec.images_per_prompt]]
-        contexts = encode(functions, encoder, [prompts[p] for p in places], [negatives[p] for p in places])
-        latent = denoise(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call)
+        contexts = encode(
+            *(functions, encoder, [prompts[p] for p in places], [negatives[p] for p in places], prompt_weighting)
+        )
+        latent = denoise(
+            *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
+            guidance_scales=[scales[row] for row in rows],
+        )
         decoded = functions.decode(latent=latent)
         if not np.all(np.asarray(decoded["finite"])):
             raise InputError("the decoded pictures hold NaN or infinite values; try --dtype float32 at export")
@@ -155,18 +189,25 @@ def batches(num_prompts: int, num_images: int, prompts: int, images_per_prompt: 
     return calls
 
 
-def encode(functions: Functions, encoder, prompts: list[str], negatives: list[str | None]) -> dict:
+def encode(
+    functions: Functions, encoder, prompts: list[str], negatives: list[str | None], prompt_weighting: bool = True
+) -> dict:
     """P prompts and negative prompts to the inputs of `denoise` that depend on them, by name.
 
     Warns of prompts that are too long, quoting the part that is dropped.
     """
-    tokens, warnings = encoder.encode_batch(prompts)
-    negative_tokens, more = encoder.encode_batch([negative or "" for negative in negatives])
+    blocks = functions.manifest.spec.prompt_chunks
+    tokens, weights, warnings = encoder.weigh_batch(prompts, blocks, prompt_weighting)
+    negative_tokens, negative_weights, more = encoder.weigh_batch(
+        [negative or "" for negative in negatives], blocks, prompt_weighting
+    )
     for warning in dict.fromkeys([*warnings, *more]):
         log.warning("%s", warning)
-    weights = np.ones(tokens.shape, "float32")
     contexts = functions.encode(
-        tokens=tokens, negative_tokens=negative_tokens, token_weights=weights, negative_token_weights=weights
+        tokens=tokens,
+        negative_tokens=negative_tokens,
+        token_weights=weights,
+        negative_token_weights=negative_weights,
     )
     if functions.manifest.zero_unconditional:
         given = np.repeat([negative is not None for negative in negatives], functions.manifest.spec.images_per_prompt)
@@ -183,27 +224,37 @@ def denoise(
     chosen: Settings,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
+    guidance_scales: Sequence[float] | None = None,
 ):
-    """Initial noise from `seeds` to the final latent f32[N,h,w,4]. Raises InputError when it is not finite."""
+    """Initial noise from `seeds` to the final latent f32[N,h,w,4]. Raises InputError when it is not finite.
+
+    Args:
+        guidance_scales: of each of the N images; None takes `chosen.guidance_scale` for all.
+    """
     steps, rows = table(functions, chosen)
-    latent_spec = next(s for s in functions.manifest.signatures["decoder"]["decode"].inputs if s.name == "latent")
-    images, height, width, channels = latent_spec.shape
+    part, signature = chain_signature(functions.manifest.spec, "denoise", functions.size)
+    inputs = functions.manifest.signatures[part][signature].inputs
+    images, height, width, channels = next(spec.shape for spec in inputs if spec.name == "latent")
+    scales = np.full((images,), chosen.guidance_scale, "float32")
+    if guidance_scales is not None:
+        scales[:] = guidance_scales
     latent = np.float32(steps.noise) * noise.initial_latents(seeds, height, width, channels)
     state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
-    total = len(steps.rows)
-    stride = steps_per_call or total
-    for first in range(0, total, stride):
-        last = min(first + stride, total)
-        result = functions.denoise(
-            **state,
-            steps=rows,
-            first_step=np.int32(first),
-            last_step=np.int32(last),
-            guidance_scale=np.full((images,), chosen.guidance_scale, "float32"),
-            guidance_rescale=np.full((images,), chosen.guidance_rescale, "float32"),
-            seed=noise.seed_words(seeds),
-            **contexts,
-        )
+    # Without guidance half the work would be thrown away.
+    guided = steps.rows[:, solvers.ROW["g"]][:, 0] * max(float(scales.max()) - 1.0, 0.0) > 0
+    for first, last in stretches(guided, steps_per_call):
+        every = {
+            "steps": rows,
+            "first_step": np.int32(first),
+            "last_step": np.int32(last),
+            "seed": noise.seed_words(seeds),
+        }
+        if guided[first]:
+            rescale = np.full((images,), chosen.guidance_rescale, "float32")
+            result = functions.denoise(**state, **every, **contexts, guidance_scale=scales, guidance_rescale=rescale)
+        else:
+            prompt_only = {name: value for name, value in contexts.items() if not name.startswith("unconditional_")}
+            result = functions.denoise_unguided(**state, **every, **prompt_only)
         state = {"latent": result["latent"], "memory": result["memory"]}
         if progress is not None:
             progress(last - first)
@@ -212,101 +263,34 @@ def denoise(
     return state["latent"]
 
 
+def stretches(guided: np.ndarray, most: int | None) -> list[tuple[int, int]]:
+    """Runs of rows that are all guided or all not, none longer than `most`: [(first, end)], in order."""
+    cuts = [0, *(i for i in range(1, len(guided)) if guided[i] != guided[i - 1]), len(guided)]
+    return [
+        (start, min(start + (most or len(guided)), end))
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+        for start in range(begin, end, most or len(guided))
+    ]
+
+
+def _per_image(guidance_scale, count: int, default: float) -> list[float]:
+    if guidance_scale is None or isinstance(guidance_scale, int | float | np.number):
+        return [default if guidance_scale is None else float(guidance_scale)] * count
+    scales = [float(scale) for scale in guidance_scale]
+    if len(scales) not in (1, count) or not np.isfinite(scales).all():
+        raise InputError(f"expected one finite guidance_scale or one per image ({count}), found {scales}")
+    return scales * (count if len(scales) == 1 else 1)
+
+
 def _per_prompt(negative_prompt, count: int) -> list[str | None]:
     if negative_prompt is None or isinstance(negative_prompt, str):
         return [negative_prompt] * count
     negatives = list(negative_prompt)
+    if len(negatives) == 1:
+        negatives *= count
     if len(negatives) != count:
         raise InputError(f"expected one negative prompt or one per prompt ({count}), found {len(negatives)}")
     return negatives
-
-
-# === Files ===
-
-
-def parameters(functions: Functions, prompt: str, negative: str | None, seed: int, chosen: Settings) -> str:
-    """How a picture was made, as the `parameters` text that AUTOMATIC1111's readers understand."""
-    contract = functions.manifest
-    lines = [prompt] + ([f"Negative prompt: {negative}"] if negative else [])
-    fields = {
-        "Steps": chosen.num_steps,
-        "Sampler": SAMPLER_LABELS.get(chosen.sampler, chosen.sampler),
-        "CFG scale": f"{chosen.guidance_scale:g}",
-        "Seed": seed,
-        **_sampling_fields(functions, chosen),
-        "Size": f"{contract.spec.width}x{contract.spec.height}",
-        "Model": contract.checkpoint,
-        "Model hash": contract.export_id[:10],
-        "RNG": "NV",
-    }
-    return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in fields.items())])
-
-
-# What AUTOMATIC1111 calls them.
-SAMPLER_LABELS = {
-    "ddim": "DDIM",
-    "pndm": "PLMS",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "heun": "Heun",
-    "lms": "LMS",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "dpmpp_3m": "DPM++ 3M",
-    "unipc": "UniPC",
-    "deis": "DEIS",
-    "lcm": "LCM",
-}
-
-
-def _sampling_fields(functions: Functions, chosen: Settings) -> dict[str, object]:
-    """The options that made a difference, by AUTOMATIC1111's names where it has them."""
-    options = chosen.options
-    schedule = samplers.resolved(chosen.sampler, functions.manifest.config.scheduler, options).sigma_schedule
-    fields = {
-        "Schedule type": schedule.capitalize() if schedule != "uniform" and options.num_steps is None else None,
-        "Eta DDIM": f"{options.eta:g}" if options.eta else None,
-        "Timestep spacing": options.timestep_spacing,
-        # No commas, which separate the fields.
-        "Timesteps": " ".join(f"{value:g}" for value in options.timesteps or ()),
-        "Sigmas": " ".join(f"{value:g}" for value in options.sigmas or ()),
-    }
-    return {key: value for key, value in fields.items() if value}
-
-
-def save(image: np.ndarray, seed: int, text: str, folder: Path) -> Path:
-    """Write one picture as NNNNN-SEED.png, NNNNN the next free number; nothing is ever overwritten.
-
-    Args:
-        image: uint8[H, W, 3]. text: goes into the PNG's `parameters` chunk.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
-    information = PngImagePlugin.PngInfo()
-    # Latin-1 fits a tEXt chunk, which every reader knows; anything else needs iTXt.
-    if text.isascii():
-        information.add_text("parameters", text)
-    else:
-        information.add_itxt("parameters", text)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = [int(p.name.split("-")[0]) for p in folder.glob("*-*.png") if p.name.split("-")[0].isdecimal()]
-        number = max(numbers, default=-1) + 1
-        temporary = folder / f".{os.getpid()}.png"
-        Image.fromarray(image).save(temporary, pnginfo=information)
-        while True:
-            path = folder / f"{number:05}-{seed}.png"
-            try:
-                # A link fails where a rename would overwrite what another process just wrote.
-                os.link(temporary, path)
-            except FileExistsError:
-                number += 1
-            else:
-                temporary.unlink()
-                return path
-    except OSError as error:
-        raise InputError(f"{folder}: cannot write pictures there ({error.strerror})") from error
 
 
 def read_prompts(path: str) -> list[str]:
@@ -332,41 +316,55 @@ def _options() -> Options:
     return Options(FLAGS.eta, FLAGS.timestep_spacing, FLAGS.sigma_schedule, **lists)
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InputError(f"--guidance_scale {text!r}: expected a number") from error
+
+
 def main(argv):
     prompts = argv[1:] + (read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else [])
     if not prompts:
         raise InputError('expected a prompt: python -m pipeline.generate "a red apple" (or --prompts_file FILE)')
     cli.import_tensorflow()
-    from pipeline import load
+    from pipeline import load, pictures
 
-    functions = load.local(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), FLAGS.version, FLAGS.verify)
-    num_images = FLAGS.num_images or functions.manifest.spec.images_per_prompt
+    functions = load.local(
+        *(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), FLAGS.version, FLAGS.verify),
+        width=FLAGS.width,
+        height=FLAGS.height,
+    )
+    spec, defaults = functions.manifest.spec, functions.manifest.config.defaults
+    num_images = FLAGS.num_images or spec.images_per_prompt
+    total = len(prompts) * num_images
+    scales = _per_image([_number(scale) for scale in FLAGS.guidance_scale] or None, total, defaults.guidance_scale)
     chosen = settings(
-        functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale, FLAGS.guidance_rescale, _options()
+        *(functions, FLAGS.sampler, FLAGS.num_steps, scales[0], FLAGS.guidance_rescale),
+        *(FLAGS.guidance_start, FLAGS.guidance_end, _options()),
     )
     for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):
         log.warning("%s", notice)
-    spec = functions.manifest.spec
+    negatives = _per_prompt(FLAGS.negative_prompt or None, len(prompts))
     calls = len(batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt))
     rows = len(table(functions, chosen)[0].rows)
     with tqdm(total=calls * rows, desc="denoise", unit="call") as bar:
         images = generate(
             functions,
             prompts,
-            FLAGS.negative_prompt,
+            negatives,
             FLAGS.seed,
             num_images,
-            chosen.sampler,
-            chosen.num_steps,
-            chosen.guidance_scale,
-            chosen.guidance_rescale,
-            chosen.options,
+            guidance_scale=scales,
+            prompt_weighting=FLAGS.prompt_weighting,
             progress=bar.update,
             steps_per_call=FLAGS.steps_per_call,
+            **{name: value for name, value in vars(chosen).items() if name != "guidance_scale"},
         )
     for i, (image, seed) in enumerate(zip(images, noise.image_seeds(FLAGS.seed, len(images)), strict=True)):
-        text = parameters(functions, prompts[i // num_images], FLAGS.negative_prompt, seed, chosen)
-        print(save(image, seed, text, Path(FLAGS.output)))
+        prompt = i // num_images
+        text = pictures.parameters(functions, prompts[prompt], negatives[prompt], seed, chosen, scales[i])
+        print(pictures.save(image, seed, text, Path(FLAGS.output)))
 
 
 if __name__ == "__main__":
@@ -374,7 +372,7 @@ if __name__ == "__main__":
 
     FLAGS = flags.FLAGS
     flags.DEFINE_string("models", "exports/emoji", "Export to draw with; made by serialize_savedmodels.py.")
-    flags.DEFINE_string("negative_prompt", None, "What not to draw.")
+    flags.DEFINE_multi_string("negative_prompt", [], "What not to draw: once for all prompts, or once per prompt.")
     flags.DEFINE_string("prompts_file", None, "Text file with more prompts, one a line.")
     flags.DEFINE_integer("seed", 0, "Seed of the first image; the next ones count on from it.")
     flags.DEFINE_integer("num_images", None, "Images per prompt. Default: the export's.", lower_bound=1)
@@ -385,8 +383,15 @@ if __name__ == "__main__":
     flags.DEFINE_enum("sigma_schedule", None, schedules.SIGMA_SCHEDULES, "Noise levels. Default: the checkpoint's.")
     flags.DEFINE_list("timesteps", None, "The timesteps themselves, falling: 999,749,499,249.")
     flags.DEFINE_list("sigmas", None, "The noise levels themselves, falling, the last where it ends: 14.6,3.1,0.7,0.")
-    flags.DEFINE_float("guidance_scale", None, "Classifier-free guidance; 1 or less: none. Default: the export's.")
+    flags.DEFINE_list(
+        "guidance_scale", [], "Classifier-free guidance, one or one per image; 1 or less: none. Default: the export's."
+    )
     flags.DEFINE_float("guidance_rescale", 0.0, "0..1: pull the contrast of guided pictures back.")
+    flags.DEFINE_float("guidance_start", 0.0, "Guide from this fraction of the run on; before it, at half the work.")
+    flags.DEFINE_float("guidance_end", 1.0, "Guide up to this fraction of the run.")
+    flags.DEFINE_bool("prompt_weighting", True, "Read (word:1.3), (word) and [word] in prompts as weights.")
+    flags.DEFINE_integer("height", None, "Height in pixels, of an export with several sizes. Default: its first size.")
+    flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")
     flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from models.config import InputError, TensorSpec
 from pipeline import manifest
-from pipeline.manifest import CHAIN, Functions, Manifest
+from pipeline.manifest import CHAIN, Functions, Manifest, chain_signature
 
 # What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
-JIT_COMPONENTS = {"text_encoder": "encode", "unet": "denoise", "decoder": "decode"}
+JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
 DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
 # Device types whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
 PLATFORMS_WITHOUT_XLA = ("METAL", "DML")
@@ -27,8 +27,10 @@ def local(
     jit_components: tuple[str, ...] = DEFAULT_JIT_COMPONENTS,
     version: int | None = None,
     verify: bool = True,
+    width: int | None = None,
+    height: int | None = None,
 ) -> Functions:
-    """Load an export as `encode`, `denoise` and `decode`.
+    """Load an export as the functions of a picture.
 
     Args:
         folder: the export, e.g. exports/emoji.
@@ -36,6 +38,7 @@ def local(
         jit_components: of text_encoder, unet, decoder.
         version: None takes the newest.
         verify: check every file's sha256 first.
+        width, height: pixels, of an export with several sizes; None takes its first one.
 
     Raises:
         InputError: no such export or version, a damaged file, an unknown component.
@@ -45,12 +48,14 @@ def local(
     if verify:
         manifest.verify(contract)
     prepare_device()
-    compiled = {JIT_COMPONENTS[name] for name in jit_components} if jit_compile else set()
-    functions = {
-        name: function(contract, part, signature, jit_compile=name in compiled)
-        for name, (part, signature) in CHAIN.items()
-    }
-    return Functions(**functions, manifest=contract)
+    size = manifest.pick_size(contract, width, height)
+    compiled = {name for component in jit_components for name in JIT_COMPONENTS[component]} if jit_compile else set()
+    loaded = {part: load_part(contract, part) for part in dict.fromkeys(CHAIN.values())}
+    functions = {}
+    for name in CHAIN:
+        part, signature = chain_signature(contract.spec, name, size)
+        functions[name] = function(contract, part, signature, name in compiled, loaded[part])
+    return Functions(**functions, manifest=contract, size=size)
 
 
 def check_jit_components(names: tuple[str, ...]) -> None:
@@ -60,11 +65,14 @@ def check_jit_components(names: tuple[str, ...]) -> None:
             raise InputError(f"--jit_components {name!r}: must be of {', '.join(JIT_COMPONENTS)}")
 
 
-def function(contract: Manifest, part: str, name: str, jit_compile: bool = False) -> Callable[..., dict]:
+def function(contract: Manifest, part: str, name: str, jit_compile: bool = False, loaded=None) -> Callable[..., dict]:
     """One signature of an export as a function of named arrays.
 
     Arrays are checked against the manifest (names, shapes, dtypes) before anything runs; Python and NumPy numbers
     are taken for scalars. The function keeps the loaded model, and so its variables, alive.
+
+    Args:
+        loaded: what `load_part` gave for this part; None loads it.
 
     Raises:
         InputError: no such signature, or a SavedModel that is not what the manifest says.
@@ -73,7 +81,8 @@ def function(contract: Manifest, part: str, name: str, jit_compile: bool = False
     if name not in signatures:
         raise InputError(f"{contract.folder}: {part} has no signature {name!r}; found {', '.join(signatures)}")
     described = signatures[name]
-    loaded = _load(contract.path(part))
+    if loaded is None:
+        loaded = load_part(contract, part)
     twin = f"{name}_xla"
     compile_here = jit_compile and xla_available()
     if compile_here and twin in signatures:
@@ -95,7 +104,9 @@ def function(contract: Manifest, part: str, name: str, jit_compile: bool = False
     return call
 
 
-def _load(path: Path):
+def load_part(contract: Manifest, part: str):
+    """One SavedModel of an export, with its variables. Raises InputError when it cannot be loaded."""
+    path = contract.path(part)
     try:
         return tf.saved_model.load(str(path))
     except (OSError, tf.errors.OpError, ValueError) as error:

@@ -16,16 +16,24 @@ from pathlib import Path
 from absl import flags
 from tqdm import tqdm
 
-from models.config import ExportSpec, InputError, ModelConfig, TensorSpec
+from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
 
 FORMAT = 1
 PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels of an export
-# The three functions of a picture: (part, signature), in the order of the chain.
+# The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
+# signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
 CHAIN = {
-    "encode": ("text_encoder", "encode"),
-    "denoise": ("diffusion_model", "denoise"),
-    "decode": ("decoder", "decode"),
+    "encode": "text_encoder",
+    "denoise": "diffusion_model",
+    "denoise_unguided": "diffusion_model",
+    "decode": "decoder",
 }
+
+
+def chain_signature(spec: ExportSpec, name: str, size: Size) -> tuple[str, str]:
+    """Part and signature of one function of CHAIN at a size."""
+    part = CHAIN[name]
+    return part, name if part == "text_encoder" else spec.signature(name, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +54,24 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
+class MergedLora:
+    """A LoRA file that is part of the weights."""
+
+    name: str
+    sha256: str
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedEmbedding:
+    """A textual-inversion file whose vectors are rows of the text encoder's table."""
+
+    token: str  # as prompts are cleaned: lower case
+    ids: tuple[int, ...]
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """What one version of an export is, what it was made from and what its files must hash to."""
 
@@ -56,6 +82,8 @@ class Manifest:
     created: str  # UTC, ISO 8601
     spec: ExportSpec
     config: ModelConfig
+    loras: tuple[MergedLora, ...]
+    embeddings: tuple[AddedEmbedding, ...]
     zero_unconditional: bool  # True: without a negative prompt the unconditional outputs are zeros
     xla_signatures: tuple[str, ...]  # signatures that a server runs only with XLA enabled
     signatures: dict[str, dict[str, Signature]]  # part -> signature name -> tensors
@@ -75,8 +103,25 @@ class Functions:
 
     encode: Callable[..., dict]
     denoise: Callable[..., dict]
+    denoise_unguided: Callable[..., dict]  # rows whose guidance is 0 for every image, at half the work
     decode: Callable[..., dict]
     manifest: Manifest
+    size: Size  # of the pictures
+
+
+def pick_size(manifest: Manifest, width: int | None = None, height: int | None = None) -> Size:
+    """The export's size that has this width and height; None leaves it open, and the first that fits is taken.
+
+    Raises:
+        InputError: no such size; names those there are.
+    """
+    for size in manifest.spec.sizes:
+        if width in (None, size.width) and height in (None, size.height):
+            return size
+    raise InputError(
+        f"{manifest.folder}: draws {', '.join(map(str, manifest.spec.sizes))}, not {width or 'any'}x{height or 'any'}; "
+        "export again with --sizes for others"
+    )
 
 
 def read(folder: Path | str, version: int | None = None) -> Manifest:
@@ -153,15 +198,21 @@ def dumps(manifest: Manifest) -> str:
 
 def check_chain(manifest: Manifest) -> None:
     """Refuse an export whose parts do not fit: outputs of `encode` feed `denoise`, its `latent` feeds `decode`."""
-    encode, denoise, decode = (manifest.signatures[part][name] for part, name in CHAIN.values())
-    latents = tuple(spec for spec in denoise.outputs if spec.name == "latent")
-    for outputs, inputs, what in (
-        (encode.outputs, denoise.inputs, "encode feeds denoise"),
-        (latents, decode.inputs, "denoise feeds decode"),
-    ):
-        unfit = [spec.name for spec in outputs if spec not in inputs]
-        if unfit or not outputs:
-            raise InputError(f"{manifest.folder}: {what}, but {', '.join(unfit) or 'latent'} is not an input of it")
+    for size in manifest.spec.sizes:
+        found = {}
+        for name in CHAIN:
+            part, signature = chain_signature(manifest.spec, name, size)
+            if signature not in manifest.signatures.get(part, {}):
+                raise InputError(f"{manifest.folder}: {part} has no signature {signature!r}; export again")
+            found[name] = manifest.signatures[part][signature]
+        latents = tuple(spec for spec in found["denoise"].outputs if spec.name == "latent")
+        for outputs, inputs, what in (
+            (found["encode"].outputs, found["denoise"].inputs, "encode feeds denoise"),
+            (latents, found["decode"].inputs, "denoise feeds decode"),
+        ):
+            unfit = [spec.name for spec in outputs if spec not in inputs]
+            if unfit or not outputs:
+                raise InputError(f"{manifest.folder}: {what}, but {', '.join(unfit) or 'latent'} is not an input of it")
 
 
 def _build(kind, value, where: str):
@@ -195,9 +246,10 @@ def describe(manifest: Manifest) -> str:
     lines = [
         f"{manifest.folder} version {manifest.version}: {manifest.checkpoint} ({manifest.config.family}, "
         f"{manifest.config.numerics} numerics), made {manifest.created}",
-        f"  pictures   {spec.width}x{spec.height}, {spec.num_images} a call: {spec.prompts} prompt(s) x "
+        f"  pictures   {', '.join(map(str, spec.sizes))}, {spec.num_images} a call: {spec.prompts} prompt(s) x "
         f"{spec.images_per_prompt} image(s)",
-        f"  weights    {spec.dtype}",
+        f"  weights    {spec.dtype}" + "".join(f", + {lora.weight:g} x {lora.name}" for lora in manifest.loras),
+        f"  tokens     {', '.join(f'{e.token} ({len(e.ids)} ids)' for e in manifest.embeddings) or 'none added'}",
         f"  steps      1..{spec.max_steps}; defaults: {defaults.sampler}, {defaults.num_steps} steps, "
         f"guidance {defaults.guidance_scale:g}",
         f"  XLA twins  {', '.join(manifest.xla_signatures) or 'none (compiled on loading where asked)'}",

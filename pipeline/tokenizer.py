@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from models.config import InputError, read_json
+from pipeline import prompts
 
 LENGTH = 77  # ids per prompt: BOS, at most 75 tokens, EOS, padding
 MAX_BYTES = 8192  # of a prompt; 75 tokens never need as much
@@ -36,11 +37,13 @@ class Tokens:
     """One prompt as ids.
 
     Attributes:
-        ids: int32[77]: BOS, at most 75 tokens, EOS, padding.
+        ids: int32[77 k]: k blocks of BOS, at most 75 tokens, EOS, padding.
+        weights: float32[77 k], of each id; 1 for BOS, EOS and padding.
         dropped: the end of the (cleaned) prompt that found no place; "" when all of it did.
     """
 
     ids: np.ndarray
+    weights: np.ndarray
     dropped: str
 
 
@@ -55,19 +58,34 @@ class Tokenizer:
     vocab_size: int  # largest id + 1; the text encoder needs at least as many embeddings
     added: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # cleaned token -> its ids
 
-    def encode(self, prompt: str) -> Tokens:
-        """One prompt to 77 ids; EOS is kept where the prompt is cut.
+    def encode(self, prompt: str, blocks: int = 1, weighting: bool = False) -> Tokens:
+        """One prompt to `blocks` x 77 ids; each block has its own BOS and EOS, kept where the prompt is cut.
+
+        Args:
+            weighting: read brackets as weights, see `pipeline.prompts`.
 
         Raises:
-            InputError: the prompt is not a str, or is over 8 KiB of UTF-8.
+            InputError: the prompt is not a str, is over 8 KiB of UTF-8, or holds an absurd weight.
         """
-        text = clean(prompt)
-        pieces = self._pieces(text)
+        clean(prompt)  # its size and type, as a whole
+        texts = [(clean(text), weight) for text, weight in (prompts.parse(prompt) if weighting else [(prompt, 1.0)])]
+        pieces = [
+            (piece, weight, number, start)
+            for number, (text, weight) in enumerate(texts)
+            for piece, start in self._pieces(text)
+        ]
         room = LENGTH - 2
-        ids = np.full(LENGTH, self.pad, np.int32)
-        kept = [self.bos, *(piece for piece, _ in pieces[:room]), self.eos]
-        ids[: len(kept)] = kept
-        return Tokens(ids, text[pieces[room][1] :] if len(pieces) > room else "")
+        ids = np.full((blocks, LENGTH), self.pad, np.int32)
+        weights = np.ones((blocks, LENGTH), np.float32)
+        for block in range(blocks):
+            kept = pieces[block * room : (block + 1) * room]
+            ids[block, : len(kept) + 2] = [self.bos, *(piece[0] for piece in kept), self.eos]
+            weights[block, 1 : len(kept) + 1] = [piece[1] for piece in kept]
+        dropped = ""
+        if len(pieces) > blocks * room:
+            _, _, number, start = pieces[blocks * room]
+            dropped = " ".join([texts[number][0][start:], *(text for text, _ in texts[number + 1 :] if text)])
+        return Tokens(ids.reshape(-1), weights.reshape(-1), dropped)
 
     def _pieces(self, text: str) -> list[tuple[int, int]]:
         """(id, where it starts in the text); added tokens are found first, the rest is byte-pair encoded."""
@@ -82,24 +100,35 @@ class Tokenizer:
                 start = match.end()
         return pieces
 
-    def encode_batch(self, prompts: list[str]) -> tuple[np.ndarray, list[str]]:
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, list[str]]:
+        """Several prompts in one block each, without weights: (ids int32[P, 77], warnings); see `weigh_batch`."""
+        ids, _, warnings = self.weigh_batch(texts, 1, weighting=False)
+        return ids, warnings
+
+    def weigh_batch(
+        self, texts: list[str], blocks: int = 1, weighting: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Several prompts.
 
         Returns:
-            (ids, warnings): int32[P, 77], and one line for each prompt that was cut, quoting the part dropped.
+            (ids, weights, warnings): int32[P, 77 k], float32[P, 77 k], and one line for each prompt that was cut,
+            quoting the part dropped.
 
         Raises:
-            InputError: as `encode`; `prompts` is one str instead of a list.
+            InputError: as `encode`; `texts` is one str instead of a list.
         """
-        if isinstance(prompts, str):
-            raise InputError(f"expected a list of prompts, found the text {prompts[:40]!r}; put it in a list")
-        tokens = [self.encode(prompt) for prompt in prompts]
+        if isinstance(texts, str):
+            raise InputError(f"expected a list of prompts, found the text {texts[:40]!r}; put it in a list")
+        tokens = [self.encode(text, blocks, weighting) for text in texts]
+        most = blocks * (LENGTH - 2)
         warnings = [
-            f"prompt {number} is longer than {LENGTH - 2} tokens; dropped: {json.dumps(t.dropped, ensure_ascii=False)}"
+            f"prompt {number} is longer than {most} tokens; dropped: {json.dumps(t.dropped, ensure_ascii=False)}"
             for number, t in enumerate(tokens, start=1)
             if t.dropped
         ]
-        return np.stack([t.ids for t in tokens]) if tokens else np.zeros((0, LENGTH), np.int32), warnings
+        shape = (len(tokens), blocks * LENGTH)
+        ids = np.array([t.ids for t in tokens], np.int32).reshape(shape)
+        return ids, np.array([t.weights for t in tokens], np.float32).reshape(shape), warnings
 
 
 def clean(prompt: str) -> str:
