@@ -5,7 +5,7 @@ python tests/peers/write_sd1.py OUTPUT_DIR --tokenizer checkpoints/emoji/tokeniz
 The libraries' default initialisation draws the same grey noise for every prompt, so nothing measured on it means
 anything. Here every layer gets a gain (tables below) such that the picture depends on prompt, guidance, timestep and
 noise, that the UNet's output has unit scale, and that rounding errors do not grow into another picture.
-Residual streams are kept small (about 0.05) on purpose: a normalisation epsilon of 1e-5 where 1e-6 is right is then
+Residual streams are kept small on purpose: a normalisation epsilon of 1e-5 where 1e-6 is right is then
 far above the bars. Biases and normalisation weights are random as well, so that no tensor can be swapped unnoticed.
 """
 
@@ -78,7 +78,8 @@ MODEL_INDEX = {
 
 SILU = 1.68  # 1 / sqrt(E[silu(n)^2]), n standard normal: keeps unit scale through the activation
 GEGLU = 1.53  # the same for n' * gelu(n)
-STREAM = 0.05  # scale of the UNet's and the VAE's residual streams
+STREAM = 0.02  # scale of the residual streams
+TOKENS = 0.1  # scale of the residual streams within the UNet's transformers
 
 # (pattern, gain, bias), first match wins. A weight's standard deviation is gain / sqrt(fan in), so gain 1 keeps unit
 # scale; that of an embedding is gain itself; bias is a standard deviation.
@@ -93,21 +94,23 @@ UNET_GAINS = (
     (r"(conv_shortcut|samplers\.0\.conv)\.", 1.0, 0.1 * STREAM),
     (r"attn1\.to_[qk]\.", 1.2, 0.1),
     (r"attn2\.to_[qk]\.", 1.4, 0.1),
-    (r"attn1\.to_out\.", 1.5, 0.1),
-    (r"attn2\.to_out\.", 2.0, 0.1),
-    (r"ff\.net\.2\.", 0.5 * GEGLU, 0.1),
-    (r"proj_out\.", 0.2 * STREAM, 0.1 * STREAM),
+    (r"proj_in\.", TOKENS, 0.1 * TOKENS),
+    (r"attn1\.to_out\.", 1.5 * TOKENS, 0.1 * TOKENS),
+    (r"attn2\.to_out\.", 2.0 * TOKENS, 0.1 * TOKENS),
+    (r"ff\.net\.2\.", 0.5 * GEGLU * TOKENS, 0.1 * TOKENS),
+    (r"proj_out\.", 0.2 * STREAM / TOKENS, 0.1 * STREAM),
     (r"", 1.0, 0.1),
 )
 TEXT_ENCODER_GAINS = (
-    (r"token_embedding\.", 1.0, 0.0),
-    (r"position_embedding\.", 0.3, 0.0),
+    (r"token_embedding\.", STREAM, 0.0),
+    (r"position_embedding\.", 0.3 * STREAM, 0.0),
     (r"(q|k)_proj\.", 1.2, 0.1),
+    (r"(out_proj|fc2)\.", STREAM, 0.1 * STREAM),
     (r"", 1.0, 0.1),
 )
 VAE_GAINS = (
     (r"^encoder\.conv_in\.", STREAM, 0.1 * STREAM),
-    (r"^decoder\.conv_in\.", 0.2 * STREAM, 0.1 * STREAM),
+    (r"^decoder\.conv_in\.", 0.05 * STREAM, 0.1 * STREAM),
     (r"^encoder\.conv_out\.", SILU, 0.1),
     (r"^decoder\.conv_out\.", 0.4 * SILU, 0.1),
     (r"conv1\.", SILU, 0.1),
@@ -117,7 +120,7 @@ VAE_GAINS = (
     (r"to_out\.", STREAM, 0.1 * STREAM),
     (r"", 1.0, 0.1),
 )
-COUPLING = 0.1  # the latent comes back in the output about 0.6 times; see couple_output_to_input
+COUPLING = 1.0  # norm of the weights that lead the latent back into the output; see couple_output_to_input
 
 
 def set_weights(module, gains, seed):
@@ -138,16 +141,17 @@ def set_weights(module, gains, seed):
 
 
 def couple_output_to_input(unet, strength):
-    """Let the UNet's output follow its input, as every trained one's does: latents then stay of unit scale.
+    """Let the UNet's output follow its input, as every trained one's does: latents then stay of moderate scale.
 
-    The latent travels linearly from conv_in over the last skip connection to the last feature map; conv_out
-    gets the pseudo-inverse of that path in its centre tap.
+    The latent travels linearly from conv_in over the last skip connection to the last feature map; conv_out's
+    centre tap gets the way back.
     """
     first = unet.conv_in.weight.data[:, :, 1, 1]
     shortcut = unet.up_blocks[-1].resnets[-1].conv_shortcut.weight.data[:, -first.shape[0] :, 0, 0]
+    path = shortcut @ first
     last = unet.conv_out.weight.data
     last -= last.mean(1, keepdim=True)  # SiLU's positive mean would be a constant that a chain adds up
-    last[:, :, 1, 1] += strength * torch.linalg.pinv(shortcut @ first)
+    last[:, :, 1, 1] += strength * (path / path.norm(dim=0)).T
 
 
 def build(component, config, seed):
