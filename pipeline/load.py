@@ -15,7 +15,7 @@ from pipeline.manifest import CHAIN, Functions, Manifest, chain_signature
 # What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
 JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
 DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
-# Device types whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
+# Platforms whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
 PLATFORMS_WITHOUT_XLA = ("METAL", "DML")
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def load_part(contract: Manifest, part: str):
     try:
         return tf.saved_model.load(str(path))
     except (OSError, tf.errors.OpError, ValueError) as error:
-        raise InputError(f"{path}: cannot be loaded as a SavedModel ({error})") from error
+        raise InputError(f"{path}: cannot be loaded as a SavedModel ({str(error).splitlines()[0]})") from error
 
 
 def to_tensors(specs: tuple[TensorSpec, ...], inputs: dict, where: str) -> dict[str, tf.Tensor]:
@@ -154,11 +154,14 @@ def _check_signature(contract: Manifest, part: str, name: str, concrete) -> None
 
 
 def xla_available() -> bool:
-    """Whether the device that would run has an XLA compiler; says so once where it has not."""
-    for platform in PLATFORMS_WITHOUT_XLA:
-        if any(platform in device.device_type.upper() for device in accelerators()):
-            log.warning("%s has no XLA compiler: running without it", platform)
-            return False
+    """Whether the device that would run has an XLA compiler; says so where it has not."""
+    for device in accelerators():
+        # Plugins register as plain GPUs; what they are is in the details.
+        name = tf.config.experimental.get_device_details(device).get("device_name", "")
+        for platform in PLATFORMS_WITHOUT_XLA:
+            if platform in name.upper() or platform in device.device_type.upper():
+                log.warning("%s has no XLA compiler: running without it", platform)
+                return False
     return True
 
 
