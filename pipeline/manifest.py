@@ -150,7 +150,7 @@ def read(folder: Path | str, version: int | None = None) -> Manifest:
         manifest = _build(Manifest, json.loads(text), "")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}); export again") from error
     # Byte for byte, so that no change at all goes unnoticed.
     if text != dumps(manifest):
