@@ -215,7 +215,7 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
             name="unet",
             inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts),
             outputs=(dataclasses.replace(latent, name="prediction"),),
-            function=lambda **inputs: unet(**inputs),
+            function=unet,
         ),
     ]
 

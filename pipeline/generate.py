@@ -5,7 +5,6 @@
 No TensorFlow here: an export is loaded by `pipeline.load`.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,80 +17,9 @@ from models.config import InputError
 from pipeline import noise, samplers, schedules, solvers, tokenizer
 from pipeline.manifest import Functions, chain_signature
 from pipeline.schedules import Options
+from pipeline.settings import Settings, settings, table
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How to draw: everything but the prompt and the seed."""
-
-    sampler: str
-    num_steps: int
-    guidance_scale: float
-    guidance_rescale: float = 0.0
-    guidance_start: float = 0.0  # guided are the rows in [start, end) of the run, as fractions of it
-    guidance_end: float = 1.0
-    options: Options = schedules.DEFAULT
-
-
-def settings(
-    functions: Functions,
-    sampler: str | None = None,
-    num_steps: int | None = None,
-    guidance_scale: float | None = None,
-    guidance_rescale: float = 0.0,
-    guidance_start: float = 0.0,
-    guidance_end: float = 1.0,
-    options: Options = schedules.DEFAULT,
-) -> Settings:
-    """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
-
-    Raises:
-        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, or
-            a guidance that is no finite number.
-    """
-    defaults = functions.manifest.config.defaults
-    if num_steps is None:
-        num_steps = defaults.num_steps if options.num_steps is None else options.num_steps
-    chosen = Settings(
-        sampler=sampler or defaults.sampler,
-        num_steps=num_steps,
-        guidance_scale=float(defaults.guidance_scale if guidance_scale is None else guidance_scale),
-        guidance_rescale=float(guidance_rescale),
-        guidance_start=float(guidance_start),
-        guidance_end=float(guidance_end),
-        options=options,
-    )
-    if not np.isfinite(chosen.guidance_scale) or not 0 <= chosen.guidance_rescale <= 1:
-        raise InputError(
-            f"guidance_scale must be a finite number and guidance_rescale within 0..1, found "
-            f"{chosen.guidance_scale} and {chosen.guidance_rescale}"
-        )
-    if not 0 <= chosen.guidance_start <= chosen.guidance_end <= 1:
-        raise InputError(
-            f"guidance_start and guidance_end must be 0 <= start <= end <= 1, found {chosen.guidance_start:g} and "
-            f"{chosen.guidance_end:g}"
-        )
-    table(functions, chosen)
-    return chosen
-
-
-def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
-    """The steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
-
-    The interval is Kynkäänniemi et al. 2024, arXiv:2404.07724, in fractions of the run.
-
-    Raises:
-        InputError: there is no such run.
-    """
-    spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
-    steps, rows = samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
-    position = np.arange(len(steps.rows)) / len(steps.rows)
-    outside = (position < chosen.guidance_start) | (position >= chosen.guidance_end)
-    for filled in (steps.rows, rows):
-        filled[: len(position)][outside, solvers.ROW["g"]] = 0.0
-    return steps, rows
 
 
 def generate(
@@ -100,16 +28,11 @@ def generate(
     negative_prompt: str | Sequence[str] | None = None,
     seed: int = 0,
     num_images: int | None = None,
-    sampler: str | None = None,
-    num_steps: int | None = None,
     guidance_scale: float | Sequence[float] | None = None,
-    guidance_rescale: float = 0.0,
-    guidance_start: float = 0.0,
-    guidance_end: float = 1.0,
-    options: Options = schedules.DEFAULT,
     prompt_weighting: bool = True,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
+    **how,
 ) -> np.ndarray:
     """Draw pictures; any number of prompts and images, whatever the export's batch is.
 
@@ -118,12 +41,11 @@ def generate(
         negative_prompt: None, one for all prompts, or one per prompt.
         seed: of the first image; image i has seed + i, whatever batch it falls into.
         num_images: per prompt; None takes the export's images_per_prompt.
-        sampler, num_steps, guidance_scale: None takes the export's defaults; guidance_scale may be one per image.
-        guidance_start, guidance_end: fractions of the run outside which there is no guidance, at half the work.
-        options: of the sampler: eta, spacing, sigma schedule or lists.
+        guidance_scale: one, or one per image; None takes the export's default.
         prompt_weighting: read (brackets:1.2) in prompts as weights.
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
+        how: sampler, num_steps and whatever else `pipeline.settings.settings` takes.
 
     Returns:
         uint8[len(prompts) * num_images, H, W, 3]; image i belongs to prompt i // num_images.
@@ -141,9 +63,7 @@ def generate(
     negatives = _per_prompt(negative_prompt, len(prompts))
     total = len(prompts) * num_images
     scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
-    chosen = settings(
-        *(functions, sampler, num_steps, scales[0], guidance_rescale, guidance_start, guidance_end, options)
-    )
+    chosen = settings(functions, guidance_scale=scales[0], **how)
     seeds = noise.image_seeds(seed, total)
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
 

@@ -147,9 +147,14 @@ def read(folder: Path | str, version: int | None = None) -> Manifest:
     path = folder / "manifests" / f"{version}.json"
     try:
         text = path.read_text(encoding="utf-8")
-        manifest = _build(Manifest, json.loads(text), "")
+        body = json.loads(text)
+        if isinstance(body, dict) and body.get("format", FORMAT) != FORMAT:
+            raise InputError(f"{path}: has format {body['format']}, this toolkit reads {FORMAT}; export again")
+        manifest = _build(Manifest, body, "")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}); export again") from error
     # Byte for byte, so that no change at all goes unnoticed.

@@ -9,8 +9,8 @@ from PIL import Image, PngImagePlugin
 
 from models.config import InputError
 from pipeline import samplers
-from pipeline.generate import Settings
 from pipeline.manifest import Functions
+from pipeline.settings import Settings
 
 
 def parameters(

@@ -17,7 +17,9 @@ TESTS = sorted(p for p in (ROOT / "tests").rglob("*.py"))
 WITHOUT_TENSORFLOW = {
     *("models.config", "models.checkpoint", "models.diffusers", "models.keymaps"),
     *("pipeline.manifest", "pipeline.samplers", "pipeline.tokenizer", "pipeline.noise", "pipeline.generate"),
-    *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving"),
+    *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
+    *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
+    *("pipeline.timing", "pipeline.report"),
 }
 # The only doors into the networks; everything else sees models.config alone.
 USERS_OF_MODELS = {"pipeline.export"}

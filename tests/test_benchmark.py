@@ -33,7 +33,8 @@ class Recorder:
         self.contract, self.finite, self.calls = manifest.read(folder), finite, []
 
     def functions(self) -> Functions:
-        return Functions(*(self.function(*signature) for signature in manifest.CHAIN.values()), self.contract)
+        called = {name: self.function(part, name) for name, part in manifest.CHAIN.items()}
+        return Functions(**called, manifest=self.contract, size=self.contract.spec.size)
 
     def function(self, part, name):
         def call(**inputs):
@@ -344,7 +345,7 @@ def test_plot_without_matplotlib(monkeypatch, tmp_path):
         (["--models="], "nothing to measure"),
         (["--jit_components=vae"], "--jit_components 'vae': must be one or more of text_encoder,unet,decoder"),
         (["--json=no/such/file.json"], "--json no/such/file.json: expected a file in an existing folder"),
-        (["--height=512"], "--height is for --kerascv only"),
+        (["--random_weights"], "--random_weights is for --kerascv only"),
         (["--models=", "--kerascv", "--width=200"], "--width 200: KerasCV draws multiples of 128 pixels"),
         (["--models=", "--kerascv", "--num_steps=0"], "--num_steps must be 1..1000"),
     ],

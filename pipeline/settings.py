@@ -1,0 +1,82 @@
+"""How to draw: the settings of a run, checked against an export, and the steps table they make. No TensorFlow."""
+
+import dataclasses
+
+import numpy as np
+
+from models.config import InputError
+from pipeline import samplers, schedules, solvers
+from pipeline.manifest import Functions
+from pipeline.schedules import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to draw: everything but the prompt and the seed."""
+
+    sampler: str
+    num_steps: int
+    guidance_scale: float
+    guidance_rescale: float = 0.0
+    guidance_start: float = 0.0  # guided are the rows in [start, end) of the run, as fractions of it
+    guidance_end: float = 1.0
+    options: Options = schedules.DEFAULT
+
+
+def settings(
+    functions: Functions,
+    sampler: str | None = None,
+    num_steps: int | None = None,
+    guidance_scale: float | None = None,
+    guidance_rescale: float = 0.0,
+    guidance_start: float = 0.0,
+    guidance_end: float = 1.0,
+    options: Options = schedules.DEFAULT,
+) -> Settings:
+    """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
+
+    Raises:
+        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, or
+            a guidance that is no finite number.
+    """
+    defaults = functions.manifest.config.defaults
+    if num_steps is None:
+        num_steps = defaults.num_steps if options.num_steps is None else options.num_steps
+    chosen = Settings(
+        sampler=sampler or defaults.sampler,
+        num_steps=num_steps,
+        guidance_scale=float(defaults.guidance_scale if guidance_scale is None else guidance_scale),
+        guidance_rescale=float(guidance_rescale),
+        guidance_start=float(guidance_start),
+        guidance_end=float(guidance_end),
+        options=options,
+    )
+    if not np.isfinite(chosen.guidance_scale) or not 0 <= chosen.guidance_rescale <= 1:
+        raise InputError(
+            f"guidance_scale must be a finite number and guidance_rescale within 0..1, found "
+            f"{chosen.guidance_scale} and {chosen.guidance_rescale}"
+        )
+    if not 0 <= chosen.guidance_start <= chosen.guidance_end <= 1:
+        raise InputError(
+            f"guidance_start and guidance_end must be 0 <= start <= end <= 1, found {chosen.guidance_start:g} and "
+            f"{chosen.guidance_end:g}"
+        )
+    table(functions, chosen)
+    return chosen
+
+
+def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
+    """The steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
+
+    The interval is Kynkäänniemi et al. 2024, arXiv:2404.07724, in fractions of the run.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
+    steps, rows = samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
+    position = np.arange(len(steps.rows)) / len(steps.rows)
+    outside = (position < chosen.guidance_start) | (position >= chosen.guidance_end)
+    for filled in (steps.rows, rows):
+        filled[: len(position)][outside, solvers.ROW["g"]] = 0.0
+    return steps, rows
