@@ -40,8 +40,8 @@ def generate(
         prompts: one or several.
         negative_prompt: None, one for all prompts, or one per prompt.
         seed: of the first image; image i has seed + i, whatever batch it falls into.
-        num_images: per prompt; None takes the export's images_per_prompt.
-        guidance_scale: one, or one per image; None takes the export's default.
+        num_images: per prompt; None takes the export's.
+        guidance_scale: one, or one per image; None takes the export's.
         prompt_weighting: read (brackets:1.2) in prompts as weights.
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
@@ -60,8 +60,8 @@ def generate(
     num_images = spec.images_per_prompt if num_images is None else num_images
     if num_images < 1:
         raise InputError(f"num_images must be 1 or more, found {num_images}")
-    negatives = _per_prompt(negative_prompt, len(prompts))
     total = len(prompts) * num_images
+    negatives = _per_prompt(negative_prompt, len(prompts))
     scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
     chosen = settings(functions, guidance_scale=scales[0], **how)
     seeds = noise.image_seeds(seed, total)
@@ -71,9 +71,8 @@ def generate(
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
         # rows: image number for each of the N places, repeated where the last call is not full.
         places = [row // num_images for row in rows[:: spec.images_per_prompt]]
-        contexts = encode(
-            *(functions, encoder, [prompts[p] for p in places], [negatives[p] for p in places], prompt_weighting)
-        )
+        texts = [prompts[p] for p in places], [negatives[p] for p in places]
+        contexts = encode(functions, encoder, *texts, prompt_weighting)
         latent = denoise(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
             guidance_scales=[scales[row] for row in rows],
