@@ -77,11 +77,7 @@ def generate(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
             guidance_scales=[scales[row] for row in rows],
         )
-        decoded = functions.decode(latent=latent)
-        if not np.all(np.asarray(decoded["finite"])):
-            raise InputError("the decoded pictures hold NaN or infinite values; try --dtype float32 at export")
-        for row, image in zip(rows, np.asarray(decoded["generated_images"]), strict=True):
-            images[row] = image
+        images |= zip(rows, decode(functions, latent), strict=True)
     return np.stack([images[row] for row in range(len(seeds))])
 
 
@@ -180,6 +176,14 @@ def denoise(
     if not np.isfinite(np.asarray(state["latent"])).all():
         raise InputError("the latents hold NaN or infinite values: the weights or the dtype cannot draw this")
     return state["latent"]
+
+
+def decode(functions: Functions, latent) -> np.ndarray:
+    """The final latent to uint8[N,H,W,3]. Raises InputError when a picture is not finite."""
+    decoded = functions.decode(latent=latent)
+    if not np.all(np.asarray(decoded["finite"])):
+        raise InputError("the decoded pictures hold NaN or infinite values; try --dtype float32 at export")
+    return np.asarray(decoded["generated_images"])
 
 
 def stretches(guided: np.ndarray, most: int | None) -> list[tuple[int, int]]:
