@@ -16,7 +16,7 @@ from models.config import InputError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES = 256 << 20
-# Pillow takes 4 bytes a pixel and makes one copy: 400 MB. Cameras of phones make up to 48 million.
+# Pillow takes 4 bytes a pixel, and up to four copies exist at a time: 800 MB. Phones' cameras make up to 48 million.
 MAX_PIXELS = 50_000_000
 # A resampling filter takes 48 bytes per pixel along the side.
 MAX_SIDE = 1 << 16

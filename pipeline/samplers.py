@@ -15,20 +15,21 @@ from pipeline import schedules, solvers
 from pipeline.schedules import DEFAULT, Options
 from pipeline.solvers import ROW_SIZE, Steps
 
+# Which noise levels a run visits, and what is computed between them.
 SAMPLERS = MappingProxyType(
     {
-        "ddim": solvers.ddim,
-        "pndm": solvers.pndm,
-        "euler": solvers.euler,
-        "euler_a": solvers.euler_a,
-        "heun": solvers.heun,
-        "lms": solvers.lms,
-        "dpmpp_2m": solvers.dpmpp_2m,
-        "dpmpp_2m_sde": solvers.dpmpp_2m_sde,
-        "dpmpp_3m": solvers.dpmpp_3m,
-        "unipc": solvers.unipc,
-        "deis": solvers.deis,
-        "lcm": solvers.lcm,
+        "ddim": (schedules.timestep_levels, solvers.ddim),
+        "pndm": (schedules.timestep_levels, solvers.pndm),
+        "euler": (schedules.interpolated_levels, solvers.euler),
+        "euler_a": (schedules.interpolated_levels, solvers.euler_a),
+        "heun": (schedules.interpolated_levels, solvers.heun),
+        "lms": (schedules.interpolated_levels, solvers.lms),
+        "dpmpp_2m": (schedules.whole_levels, solvers.dpmpp_2m),
+        "dpmpp_2m_sde": (schedules.whole_levels, solvers.dpmpp_2m_sde),
+        "dpmpp_3m": (schedules.whole_levels, solvers.dpmpp_3m),
+        "unipc": (schedules.whole_levels, solvers.unipc),
+        "deis": (schedules.smallest_noise_levels, solvers.deis),
+        "lcm": (schedules.distilled_levels, solvers.lcm),
     }
 )
 
@@ -63,16 +64,24 @@ DEFAULTS = MappingProxyType(
 )
 
 
-def steps(name: str, config: SchedulerConfig, num_steps: int, options: Options = DEFAULT) -> Steps:
+def steps(
+    name: str,
+    config: SchedulerConfig,
+    num_steps: int,
+    options: Options = DEFAULT,
+    first_step: int | None = None,
+) -> Steps:
     """The run of a sampler as data.
 
     Args:
         name: a key of `SAMPLERS`.
         config: the checkpoint's scheduler.
         num_steps: 1..num_train_timesteps; LCM: 1..original_inference_steps.
+        first_step: 0..num_steps - 1, image to image: the run without the steps before, started afresh from a picture
+            with as much noise as that step expects. None: the whole run, from noise.
 
     Returns:
-        Steps; heun makes 2 num_steps - 1 rows, pndm num_steps + 1 (1 for one step), the others num_steps.
+        Steps; n steps make 2 n - 1 rows of heun, n + 1 of pndm (1 for one step), n of the others.
 
     Raises:
         InputError: an unknown sampler, an option that it does not take, a list that is not num_steps long, or levels
@@ -89,7 +98,11 @@ def steps(name: str, config: SchedulerConfig, num_steps: int, options: Options =
             raise InputError("give either timesteps or sigmas; with them, no timestep_spacing and no sigma_schedule")
         if num_steps != options.num_steps:
             raise InputError(f"num_steps is {num_steps}, but the list makes {options.num_steps} steps; leave it out")
-    return SAMPLERS[name](resolved(name, config, options), num_steps, options)
+    if first_step is not None and not 0 <= first_step < num_steps:
+        raise InputError(f"first_step is {first_step}, expected 0 to {num_steps - 1} for {num_steps} steps")
+    config = resolved(name, config, options)
+    find_levels, solve = SAMPLERS[name]
+    return solve(config, find_levels(config, num_steps, options).from_step(first_step), options)
 
 
 def steps_table(
@@ -98,6 +111,7 @@ def steps_table(
     num_steps: int,
     max_steps: int,
     options: Options = DEFAULT,
+    first_step: int | None = None,
 ) -> tuple[Steps, np.ndarray]:
     """The steps of a run, and its table at the fixed size an export takes.
 
@@ -114,7 +128,7 @@ def steps_table(
     _check_name(name)
     whose = "of the export; ask for fewer steps or export with more"
     schedules.check_integer("num_steps", num_steps, max_steps, whose)
-    run = steps(name, config, int(num_steps), options)
+    run = steps(name, config, int(num_steps), options, first_step)
     if len(run.rows) > max_steps:
         raise InputError(
             f"{name} calls the UNet {len(run.rows)} times in {num_steps} steps, {max_steps} is the limit {whose}"

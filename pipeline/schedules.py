@@ -52,10 +52,21 @@ class Levels:
     Attributes:
         timesteps: float64[n], what the UNet is told; float32 values.
         alphas: float64[n + 1] in (0, 1], squared share of signal at the start of each step and at the end.
+        skipped: steps of the run that were left out before these, to start from a picture; None: start from noise.
     """
 
     timesteps: np.ndarray
     alphas: np.ndarray
+    skipped: int | None = None
+
+    def from_step(self, first: int | None) -> "Levels":
+        """The same run without its first steps, starting from a picture; None: all of it, from noise."""
+        return self if first is None else Levels(self.timesteps[first:], self.alphas[first:], first)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to make."""
+        return len(self.timesteps)
 
     @property
     def signal(self) -> np.ndarray:
@@ -190,6 +201,18 @@ def whole_levels(config: SchedulerConfig, num_steps: int, options: Options) -> L
         grid = np.round(_grid(config, config.timestep_spacing, num_steps, config.steps_offset, extra))
     sigmas = table[grid.astype(np.int64)]
     return _sigma_levels(grid, np.append(sigmas, _final_sigma(config, table)))
+
+
+def smallest_noise_levels(config: SchedulerConfig, num_steps: int, options: Options) -> Levels:
+    """As `whole_levels`, always ending at the schedule's smallest noise.
+
+    Raises:
+        InputError: as there; sigmas that end at 0.
+    """
+    levels = whole_levels(dataclasses.replace(config, final_sigmas_type="sigma_min"), num_steps, options)
+    if levels.alphas[-1] == 1:
+        raise InputError("deis cannot end at a noise of 0; let sigmas end above")
+    return levels
 
 
 def distilled_levels(config: SchedulerConfig, num_steps: int, options: Options) -> Levels:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 import numpy as np
 
 from models.config import InputError, SchedulerConfig
-from pipeline import schedules
 from pipeline.schedules import Levels, Options
 
 STATE = 5
@@ -58,7 +57,7 @@ class Steps:
 # === One step, one call, nothing remembered ===
 
 
-def ddim(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def ddim(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """DDIM (Song et al. 2020, arXiv:2010.02502, equations 12 and 16).
 
     The alpha a step ends at is that of the next timestep in the list. diffusers' DDIMScheduler takes t - T // n
@@ -67,96 +66,89 @@ def ddim(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
     """
     if not 0 <= options.eta <= 1:
         raise InputError(f"eta should be between 0 and 1, found {options.eta}")
-    levels = schedules.timestep_levels(config, num_steps, options)
     signal, noise, after = levels.signal[:-1], levels.noise[:-1], levels.noise[1:]
     fresh = options.eta * after / noise * np.sqrt(1 - levels.alphas[:-1] / levels.alphas[1:])
     keep = np.sqrt(after**2 - fresh**2) / noise
-    return Steps(0.0, 1.0, _first_order_rows(config, levels, keep, levels.signal[1:] - signal * keep, fresh))
+    return Steps(*_start(levels), _first_order_rows(config, levels, keep, levels.signal[1:] - signal * keep, fresh))
 
 
-def euler(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def euler(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Euler's method on the probability flow (Karras et al. 2022, arXiv:2206.00364, algorithm 1, no churn).
 
     diffusers' EulerDiscreteScheduler keeps the latent in sigma scale, x = z0 * sqrt(1 + sigma^2), and divides by
     that root before the UNet; here the state is z0 itself.
     """
-    levels = schedules.interpolated_levels(config, num_steps, options)
     keep = levels.noise[1:] / levels.noise[:-1]
     rows = _first_order_rows(config, levels, keep, levels.signal[1:] - levels.signal[:-1] * keep)
-    return Steps(0.0, _initial_noise(config, levels), rows)
+    return Steps(*_start(levels, config), rows)
 
 
-def euler_a(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def euler_a(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Euler ancestral: a step to a level below the next one, then fresh noise up to it (k-diffusion, eta = 1).
 
     sigma_down = sigma'^2 / sigma and sigma_up = sigma' sqrt(1 - sigma'^2 / sigma^2), whose squares add up to sigma'^2.
     """
-    levels = schedules.interpolated_levels(config, num_steps, options)
     ratio = levels.sigma[1:] / levels.sigma[:-1]
     signal, noise = levels.signal[1:], levels.noise[1:]
     keep = noise * ratio / levels.noise[:-1]
     rows = _first_order_rows(config, levels, keep, signal * (1 - ratio**2), noise * np.sqrt(1 - ratio**2))
-    return Steps(0.0, _initial_noise(config, levels), rows)
+    return Steps(*_start(levels, config), rows)
 
 
-def lcm(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def lcm(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Latent consistency model (Luo et al. 2023, arXiv:2310.04378, algorithm 3): jump to the end, add noise again.
 
     The jump is c_skip z0 + c_out denoised, the boundary conditions of a consistency model with sigma_data = 0.5.
     """
-    levels = schedules.distilled_levels(config, num_steps, options)
     scaled = levels.timesteps * config.timestep_scaling
     skip, out = 0.25 / (scaled**2 + 0.25), scaled / np.sqrt(scaled**2 + 0.25)
     signal = levels.signal[1:]
-    return Steps(0.0, 1.0, _first_order_rows(config, levels, signal * skip, signal * out, levels.noise[1:]))
+    return Steps(*_start(levels), _first_order_rows(config, levels, signal * skip, signal * out, levels.noise[1:]))
 
 
 # === Steps of sigma scale: x = z0 / signal, dx / dsigma = (x - denoised) / sigma ===
 
 
-def heun(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def heun(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Heun's second-order method (Karras et al. 2022, arXiv:2206.00364, algorithm 1): two calls a step but the last.
 
     z1 remembers where the step began, z2 the slope there; between the calls z0 is the trial at the step's end.
     """
-    levels = schedules.interpolated_levels(config, num_steps, options)
     signal, noise, sigma = levels.signal, levels.noise, levels.sigma
     which, update = [], []
-    for i in range(num_steps):
+    for i in range(levels.num_steps):
         slope, step = (X - signal[i] * DENOISED) / noise[i], sigma[i + 1] - sigma[i]
         which.append(i)
         update.append([signal[i + 1] * (X / signal[i] + step * slope), X / signal[i], slope])
-        if i + 1 < num_steps:
+        if i + 1 < levels.num_steps:
             second = (X - signal[i + 1] * DENOISED) / noise[i + 1]
             which.append(i + 1)
             update.append([signal[i + 1] * (MEMORY[0] + step * (MEMORY[1] + second) / 2)])
-    return Steps(0.0, _initial_noise(config, levels), _rows(config, levels, which, update))
+    return Steps(*_start(levels, config), _rows(config, levels, which, update))
 
 
-def lms(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def lms(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Linear multistep of order 4: the polynomial through the last slopes, integrated over the step (k-diffusion).
 
     z1, z2, z3 remember the slopes of the steps before.
     """
-    levels = schedules.interpolated_levels(config, num_steps, options)
     signal, noise, sigma = levels.signal, levels.noise, levels.sigma
     update = []
-    for i in range(num_steps):
+    for i in range(levels.num_steps):
         slopes = [(X - signal[i] * DENOISED) / noise[i], *MEMORY[:3]]
         weights = _adams_bashforth(sigma[max(i - 3, 0) : i + 1][::-1], sigma[i + 1])
         moved = sum(w * slope for w, slope in zip(weights, slopes[: len(weights)], strict=True))
         update.append([signal[i + 1] * (X / signal[i] + moved), *slopes[:3]])
-    return Steps(0.0, _initial_noise(config, levels), _rows(config, levels, range(num_steps), update))
+    return Steps(*_start(levels, config), _rows(config, levels, range(levels.num_steps), update))
 
 
-def pndm(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def pndm(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """Pseudo linear multistep, PLMS (Liu et al. 2022, arXiv:2202.09778, equations 9 and 12): n + 1 calls.
 
     The second call repeats the first step with the mean of two outputs. The paper's Runge-Kutta start is left out,
     as Stable Diffusion's skip_prk_steps says. z1, z2, z3 remember outputs of the UNet, z4 where the first step began.
     """
-    levels = schedules.timestep_levels(config, num_steps, options)
-    which = [0, 1, 1, *range(2, num_steps)] if num_steps > 1 else [0]
+    which = [0, 1, 1, *range(2, levels.num_steps)] if levels.num_steps > 1 else [0]
     combine = {1: (1,), 2: (3 / 2, -1 / 2), 3: (23 / 12, -16 / 12, 5 / 12), 4: (55 / 24, -59 / 24, 37 / 24, -9 / 24)}
     update = []
     for row, i in enumerate(which):
@@ -169,38 +161,37 @@ def pndm(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
         weights = combine[min(max(row, 1), 4)]
         output = sum(w * out for w, out in zip(weights, outputs[: len(weights)], strict=True))
         update.append([_ddim_step(config, levels, i, X, output), *outputs[:3], X])
-    return Steps(0.0, 1.0, _rows(config, levels, which, update))
+    return Steps(*_start(levels), _rows(config, levels, which, update))
 
 
 # === Steps of log-SNR scale: lambda = -log(sigma), h = lambda' - lambda ===
 
 
-def dpmpp_2m(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def dpmpp_2m(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """DPM-Solver++(2M), the multistep solver of order 2 (Lu et al. 2022, arXiv:2211.01095, algorithm 2)."""
-    return _dpmpp(config, num_steps, options, order=2)
+    return _dpmpp(config, levels, order=2)
 
 
-def dpmpp_3m(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def dpmpp_3m(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """DPM-Solver++ as a multistep solver of order 3 (Lu et al. 2022, arXiv:2211.01095, appendix)."""
-    return _dpmpp(config, num_steps, options, order=3)
+    return _dpmpp(config, levels, order=3)
 
 
-def dpmpp_2m_sde(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def dpmpp_2m_sde(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """SDE-DPM-Solver++(2M): order 2 with fresh noise in every step (Lu et al. 2022, arXiv:2211.01095, section 5)."""
-    return _dpmpp(config, num_steps, options, order=2, sde=True)
+    return _dpmpp(config, levels, order=2, sde=True)
 
 
-def _dpmpp(config, num_steps: int, options: Options, order: int, sde: bool = False) -> Steps:
+def _dpmpp(config, levels: Levels, order: int, sde: bool = False) -> Steps:
     """z1 and z2 remember the estimates of the steps before. With `sde`, h is doubled: exp(-2h) for exp(-h)."""
-    levels = schedules.whole_levels(config, num_steps, options)
     signal, noise, sigma = levels.signal, levels.noise, levels.sigma
-    update, fresh = [], np.zeros(num_steps)
-    for i in range(num_steps):
+    update, fresh = [], np.zeros(levels.num_steps)
+    for i in range(levels.num_steps):
         ratio = sigma[i + 1] / sigma[i]  # exp(-h)
         decay = ratio**2 if sde else ratio
         kept = noise[i + 1] / noise[i] * (ratio if sde else 1)
         after = kept * X + signal[i + 1] * (1 - decay) * DENOISED
-        here = _order(config, i, num_steps, order, sigma)
+        here = _order(config, levels, i, order)
         if here > 1:
             h, before = -np.log(ratio), np.log(sigma[i - 1] / sigma[i])
             scale = 2 * h if sde else h
@@ -216,47 +207,42 @@ def _dpmpp(config, num_steps: int, options: Options, order: int, sde: bool = Fal
             after = after + signal[i + 1] * second * slope
         update.append([after, DENOISED, MEMORY[0]])
         fresh[i] = noise[i + 1] * np.sqrt(1 - decay) if sde else 0.0
-    return Steps(0.0, 1.0, _rows(config, levels, range(num_steps), update, fresh))
+    return Steps(*_start(levels), _rows(config, levels, range(levels.num_steps), update, fresh))
 
 
-def deis(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def deis(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """DEIS, log-rho multistep (Zhang and Chen 2022, arXiv:2204.13902, section 3.3), of solver_order.
 
     z1 and z2 remember the noise estimates of the steps before. The run ends at the schedule's smallest noise.
     """
-    config = dataclasses.replace(config, final_sigmas_type="sigma_min")
-    levels = schedules.whole_levels(config, num_steps, options)
     signal, noise, sigma = levels.signal, levels.noise, levels.sigma
-    if sigma[-1] == 0:
-        raise InputError("deis cannot end at a noise of 0; let sigmas end above")
     update = []
-    for i in range(num_steps):
+    for i in range(levels.num_steps):
         slopes = [(X - signal[i] * DENOISED) / noise[i], *MEMORY[:2]]
-        here = _order(config, i, num_steps, config.solver_order, sigma)
+        here = _order(config, levels, i, config.solver_order)
         weights = _log_rho(sigma[i - here + 1 : i + 1][::-1], sigma[i + 1])
         moved = sum(w * slope for w, slope in zip(weights, slopes[:here], strict=True))
         update.append([signal[i + 1] * (X / signal[i] + moved), *slopes[:2]])
-    return Steps(0.0, 1.0, _rows(config, levels, range(num_steps), update))
+    return Steps(*_start(levels), _rows(config, levels, range(levels.num_steps), update))
 
 
-def unipc(config: SchedulerConfig, num_steps: int, options: Options) -> Steps:
+def unipc(config: SchedulerConfig, levels: Levels, options: Options) -> Steps:
     """UniPC of solver_order: each call also corrects the step before (Zhao et al. 2023, arXiv:2302.04867, alg. 5, 6).
 
     z1, z2, z3 remember the estimates of the steps before, z4 the latent that the last step began with.
     """
-    levels = schedules.whole_levels(config, num_steps, options)
-    if levels.alphas[-1] == 1 and not config.lower_order_final and min(config.solver_order, num_steps) > 1:
+    if levels.alphas[-1] == 1 and not config.lower_order_final and min(config.solver_order, levels.num_steps) > 1:
         raise InputError("unipc cannot end at a noise of 0 with lower_order_final false; correct scheduler_config.json")
     update, order = [], 0
-    for i in range(num_steps):
+    for i in range(levels.num_steps):
         latent, past = X, [DENOISED, *MEMORY[:3]]
         if i > 0:
             latent = _uni_step(config, levels, i - 1, MEMORY[3], past[1:], order, corrected=DENOISED)
-        order = min(config.solver_order, i + 1, num_steps - i if config.lower_order_final else i + 1)
+        order = min(config.solver_order, i + 1, levels.num_steps - i if config.lower_order_final else i + 1)
         order = 1 if levels.alphas[i + 1] == levels.alphas[i] else order
         after = _uni_step(config, levels, i, latent, past, order)
         update.append([after, *past[:3], latent])
-    return Steps(0.0, 1.0, _rows(config, levels, range(num_steps), update))
+    return Steps(*_start(levels), _rows(config, levels, range(levels.num_steps), update))
 
 
 def _uni_step(config, levels: Levels, i: int, latent, past, order: int, corrected=None) -> np.ndarray:
@@ -292,18 +278,25 @@ def _uni_step(config, levels: Levels, i: int, latent, past, order: int, correcte
 # === Shared ===
 
 
-def _order(config: SchedulerConfig, i: int, num_steps: int, most: int, sigma: np.ndarray) -> int:
+def _order(config: SchedulerConfig, levels: Levels, i: int, most: int) -> int:
     """The order of step i: it rises with what is remembered, and falls at the end of a short run."""
-    short = config.lower_order_final and num_steps < 15
-    left = num_steps - i
+    # How short the whole run is, whatever part of it is made: as diffusers counts.
+    short = config.lower_order_final and levels.num_steps + (levels.skipped or 0) < 15
+    left, sigma = levels.num_steps - i, levels.sigma
     if left == 1 and (short or config.euler_at_final or sigma[i + 1] in (0, sigma[i])):
         return 1
     return min(i + 1, most, left if short else most)
 
 
-def _initial_noise(config: SchedulerConfig, levels: Levels) -> float:
-    """diffusers starts "linspace" and "trailing" runs of k-diffusion's samplers at sigma * eps, a little low."""
-    return 1.0 if config.timestep_spacing == "leading" else float(levels.noise[0])
+def _start(levels: Levels, k_diffusion: SchedulerConfig | None = None) -> tuple[float, float]:
+    """Weights of a picture's latent and of the noise at the start.
+
+    diffusers starts "linspace" and "trailing" runs of k-diffusion's samplers at sigma * eps, a little low.
+    """
+    if levels.skipped is not None:
+        return float(levels.signal[0]), float(levels.noise[0])
+    low = k_diffusion is not None and k_diffusion.timestep_spacing != "leading"
+    return 0.0, float(levels.noise[0]) if low else 1.0
 
 
 def _denoiser(config: SchedulerConfig, signal, noise) -> tuple:
