@@ -14,7 +14,7 @@ from absl import flags
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import noise, samplers, schedules, solvers, tokenizer
+from pipeline import manifest, noise, samplers, schedules, solvers, tokenizer
 from pipeline.manifest import Functions, chain_signature
 from pipeline.schedules import Options
 from pipeline.settings import Settings, settings, table
@@ -58,14 +58,16 @@ def generate(
         raise InputError("no prompt given")
     spec = functions.manifest.spec
     num_images = spec.images_per_prompt if num_images is None else num_images
-    if num_images < 1:
-        raise InputError(f"num_images must be 1 or more, found {num_images}")
+    for name, value in (("num_images", num_images), ("steps_per_call", steps_per_call)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be 1 or more, found {value}")
     total = len(prompts) * num_images
     negatives = _per_prompt(negative_prompt, len(prompts))
     scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
     chosen = settings(functions, guidance_scale=scales[0], **how)
     seeds = noise.image_seeds(seed, total)
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
+    warn_of_cuts(functions, encoder, prompts, negatives, prompt_weighting)
 
     images: dict[int, np.ndarray] = {}
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
@@ -104,20 +106,26 @@ def batches(num_prompts: int, num_images: int, prompts: int, images_per_prompt: 
     return calls
 
 
+def warn_of_cuts(
+    functions: Functions, encoder, prompts: list[str], negatives: list[str | None], prompt_weighting: bool = True
+) -> None:
+    """Log one line for each prompt and negative prompt that is too long, quoting the part that is dropped."""
+    blocks = functions.manifest.spec.prompt_chunks
+    _, _, lines = encoder.weigh_batch(prompts, blocks, prompt_weighting)
+    _, _, more = encoder.weigh_batch(list(dict.fromkeys(n or "" for n in negatives)), blocks, prompt_weighting)
+    for line in [*lines, *(f"negative {line}" for line in more)]:
+        log.warning("%s", line)
+
+
 def encode(
     functions: Functions, encoder, prompts: list[str], negatives: list[str | None], prompt_weighting: bool = True
 ) -> dict:
-    """P prompts and negative prompts to the inputs of `denoise` that depend on them, by name.
-
-    Warns of prompts that are too long, quoting the part that is dropped.
-    """
+    """P prompts and negative prompts to the inputs of `denoise` that depend on them, by name."""
     blocks = functions.manifest.spec.prompt_chunks
-    tokens, weights, warnings = encoder.weigh_batch(prompts, blocks, prompt_weighting)
-    negative_tokens, negative_weights, more = encoder.weigh_batch(
+    tokens, weights, _ = encoder.weigh_batch(prompts, blocks, prompt_weighting)
+    negative_tokens, negative_weights, _ = encoder.weigh_batch(
         [negative or "" for negative in negatives], blocks, prompt_weighting
     )
-    for warning in dict.fromkeys([*warnings, *more]):
-        log.warning("%s", warning)
     contexts = functions.encode(
         tokens=tokens,
         negative_tokens=negative_tokens,
@@ -219,7 +227,7 @@ def _per_prompt(negative_prompt, count: int) -> list[str | None]:
 def read_prompts(path: str) -> list[str]:
     """Prompts from a text file, one a line, blank lines left out. Raises InputError when there are none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts_file {path}: cannot be read as UTF-8 text ({error})") from error
     prompts = [line for line in lines if line.strip()]
@@ -250,11 +258,15 @@ def main(argv):
     prompts = argv[1:] + (read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else [])
     if not prompts:
         raise InputError('expected a prompt: python -m pipeline.generate "a red apple" (or --prompts_file FILE)')
+    # Before TensorFlow starts, which takes seconds.
+    contract = manifest.read(FLAGS.models, FLAGS.version)
+    if FLAGS.verify:
+        manifest.verify(contract)
     cli.import_tensorflow()
     from pipeline import load, pictures
 
     functions = load.local(
-        *(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), FLAGS.version, FLAGS.verify),
+        *(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), contract.version, False),
         width=FLAGS.width,
         height=FLAGS.height,
     )
