@@ -165,7 +165,9 @@ def export(
         tf.errors.PermissionDeniedError,
         tf.errors.UnknownError,
     ) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.message
+        reason = error.message if isinstance(error, tf.errors.OpError) else error.strerror or str(error)
+        if isinstance(error, OSError) and error.filename:
+            reason += f" ({error.filename})"
         raise InputError(f"{output_dir}: cannot write the export: {reason.splitlines()[0]}") from error
     return manifest.read(output_dir, version)
 
