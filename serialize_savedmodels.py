@@ -21,6 +21,7 @@ flags.DEFINE_list("sizes", [], "Sizes from one copy of the weights, e.g. 512x512
 flags.DEFINE_integer("prompts", 1, "Prompts per call.")
 flags.DEFINE_integer("images_per_prompt", 1, "Images per prompt and call.")
 flags.DEFINE_integer("prompt_chunks", 1, "Blocks of 75 tokens that a prompt may fill.")
+flags.DEFINE_bool("image_encoder", False, "Also write what image to image needs (--init_image).")
 flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can make.")
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
 flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
@@ -55,7 +56,7 @@ def main(argv):
         more_sizes=tuple(more),
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
-    manifest = export.export(source, output_dir, spec, jit_components, FLAGS.version)
+    manifest = export.export(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder)
     print(
         f"exported {manifest.folder} version {manifest.version}; see what it can do: "
         f"python -m pipeline.manifest {output_dir}"

@@ -1,14 +1,14 @@
 """The exported functions: what each SavedModel computes, and the names, shapes and dtypes of its tensors.
 
 The single source of the signatures and of the manifest. Names are the wiring: every output of `encode`
-is, by name, an input of `denoise`, whose output `latent` is the input of `decode`.
+is, by name, an input of `denoise`, whose output `latent` is the input of `decode`. `encode_image` stands beside them:
+a sample of what it returns is where `denoise` can start.
 
 Written in keras.ops only. What needs TensorFlow is declared here as data and done by the exporter: inputs
 drawn afresh on each call, checks that raise, PNG encoding.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -242,7 +242,7 @@ def _published_loop(
         return run(
             latent=latent,
             memory=ops.zeros(tensors["memory"].shape, dtype="float32"),
-            steps=ddim_rows(num_steps, steps, ddim, alphas_cumprod),
+            steps=loop.ddim_rows(num_steps, steps, ddim, alphas_cumprod),
             first_step=ops.zeros((), dtype="int32"),
             # A count outside the table becomes a range outside it, which gives NaN.
             last_step=ops.where(num_steps < 1, steps + 1, num_steps),
@@ -270,59 +270,6 @@ def _published_loop(
     )
 
 
-def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod: np.ndarray):
-    """DDIM's steps table for a step count known only when the graph runs; equals `pipeline.samplers.ddim`.
-
-    A closed form over arange(max_steps): a range of `num_steps` would compile anew for each count.
-
-    Args:
-        num_steps: int32[] in 1..max_steps. config: no None in the fields that DDIM uses.
-
-    Returns:
-        f32[max_steps, 39]; rows from num_steps on are NaN. Song et al. 2021, arXiv:2010.02502, eq. 12, eta 0.
-    """
-    train = config.num_train_timesteps
-    i = ops.arange(max_steps, dtype="float64")
-    n = ops.cast(num_steps, "float64")
-    # Made here: a graph optimiser would simplify (T - T/n) - T to -T/n, which rounds otherwise.
-    counts = np.arange(1, max_steps + 1)
-    strides = (train - train / counts) - train
-
-    def grid(i):
-        if config.timestep_spacing == "leading":
-            return (n - 1 - i) * ops.floor(train / n) + config.steps_offset
-        if config.timestep_spacing == "trailing":
-            # numpy.arange's own arithmetic, whose rounding decides a few steps. The minimum changes nothing, but keeps
-            # a compiler from fusing product and sum into one rounding.
-            stride = ops.take(strides, ops.clip(num_steps - 1, 0, max_steps - 1))
-            return ops.round(train + ops.minimum(i * stride, 0.0)) - 1
-        return ops.round((n - 1 - i) * ((train - 1) / ops.maximum(n - 1, 1.0)))
-
-    def alpha(timestep):
-        # No product up to here beyond the schedule means a timestep outside it: NaN, never a wrong picture.
-        inside = ops.logical_and(timestep >= 0, timestep < train)
-        index = ops.cast(ops.clip(timestep, 0, train - 1), "int32")
-        return ops.where(inside, ops.take(np.asarray(alphas_cumprod, "float64"), index), math.nan)
-
-    timestep = grid(i)
-    a = alpha(timestep)
-    final = 1.0 if config.set_alpha_to_one else float(alphas_cumprod[0])
-    previous = ops.where(i + 1 < n, alpha(grid(i + 1)), final)
-    if config.prediction_type == "epsilon":
-        p, q = 1 / ops.sqrt(a), -ops.sqrt(1 - a) / ops.sqrt(a)
-    else:
-        p, q = ops.sqrt(a), -ops.sqrt(1 - a)
-    from_latent = ops.sqrt(1 - previous) / ops.sqrt(1 - a)
-    from_denoised = ops.sqrt(previous) - from_latent * ops.sqrt(a)
-
-    zero = ops.zeros_like(i)
-    one = ops.ones_like(i)
-    unused = loop.STATE * loop.STATE - 1
-    columns = [timestep, p, q, one, from_latent, *[zero] * unused, from_denoised, *[zero] * (2 * loop.STATE - 1)]
-    rows = ops.stack(columns, axis=1)
-    return ops.cast(ops.where(ops.less(i, n)[:, None], rows, math.nan), "float32")
-
-
 def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda function: function) -> list[Endpoint]:
     """`serving_default`; per size `decode`, `decode_float` and `decode_png`."""
     made = []
@@ -336,7 +283,7 @@ def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda 
 
 def _decoders(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> list[Endpoint]:
     images, latent = spec.num_images, _latent(config, spec, size)
-    compute = "float32" if config.vae.force_upcast else spec.dtype
+    compute = _vae_dtype(config, spec)
     # KerasCV truncates, diffusers rounds.
     to_integer = ops.floor if config.numerics == "kerascv" else ops.round
 
@@ -389,3 +336,25 @@ def _published_decoder(decode: Endpoint) -> Endpoint:
     return dataclasses.replace(
         decode, name="serving_default", outputs=decode.outputs[:1], ensure=_all_finite, twin=False
     )
+
+
+def image_encoder(model, config: ModelConfig, spec: ExportSpec) -> list[Endpoint]:
+    """Per size `encode_image`: distribution of the latent in the UNet's scale, to be sampled as mean + std * noise."""
+    compute = _vae_dtype(config, spec)
+
+    def encode_image(image):
+        mean, std = model(ops.cast(image, compute))
+        scale = config.vae.scaling_factor
+        return {"mean": ops.cast(mean, "float32") * scale, "std": ops.cast(std, "float32") * scale}
+
+    made = []
+    for size in spec.sizes:
+        image = TensorSpec("image", (spec.num_images, size.height, size.width, config.vae.in_channels), "float32")
+        latent = _latent(config, spec, size)
+        outputs = tuple(dataclasses.replace(latent, name=name) for name in ("mean", "std"))
+        made.append(Endpoint(spec.signature("encode_image", size), (image,), outputs, encode_image))
+    return made
+
+
+def _vae_dtype(config: ModelConfig, spec: ExportSpec) -> str:
+    return "float32" if config.vae.force_upcast else spec.dtype

@@ -16,7 +16,10 @@ step count and range, and rows 0..k then k..n equal rows 0..n bit for bit.
 
 import math
 
+import numpy as np
 from keras import ops
+
+from models.config import SchedulerConfig
 
 STATE = 5
 ROW = 4 + STATE * STATE + 2 * STATE
@@ -79,6 +82,59 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
 
     _, state, denoised = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent)))
     return state[0], state[1:], denoised
+
+
+def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod: np.ndarray):
+    """DDIM's steps table for a step count known only when the graph runs; equals `pipeline.samplers.ddim`.
+
+    A closed form over arange(max_steps): a range of `num_steps` would compile anew for each count.
+
+    Args:
+        num_steps: int32[] in 1..max_steps. config: no None in the fields that DDIM uses.
+
+    Returns:
+        f32[max_steps, 39]; rows from num_steps on are NaN. Song et al. 2021, arXiv:2010.02502, eq. 12, eta 0.
+    """
+    train = config.num_train_timesteps
+    i = ops.arange(max_steps, dtype="float64")
+    n = ops.cast(num_steps, "float64")
+    # Made here: a graph optimiser would simplify (T - T/n) - T to -T/n, which rounds otherwise.
+    counts = np.arange(1, max_steps + 1)
+    strides = (train - train / counts) - train
+
+    def grid(i):
+        if config.timestep_spacing == "leading":
+            return (n - 1 - i) * ops.floor(train / n) + config.steps_offset
+        if config.timestep_spacing == "trailing":
+            # numpy.arange's own arithmetic, whose rounding decides a few steps. The minimum changes nothing, but keeps
+            # a compiler from fusing product and sum into one rounding.
+            stride = ops.take(strides, ops.clip(num_steps - 1, 0, max_steps - 1))
+            return ops.round(train + ops.minimum(i * stride, 0.0)) - 1
+        return ops.round((n - 1 - i) * ((train - 1) / ops.maximum(n - 1, 1.0)))
+
+    def alpha(timestep):
+        # No product up to here beyond the schedule means a timestep outside it: NaN, never a wrong picture.
+        inside = ops.logical_and(timestep >= 0, timestep < train)
+        index = ops.cast(ops.clip(timestep, 0, train - 1), "int32")
+        return ops.where(inside, ops.take(np.asarray(alphas_cumprod, "float64"), index), math.nan)
+
+    timestep = grid(i)
+    a = alpha(timestep)
+    final = 1.0 if config.set_alpha_to_one else float(alphas_cumprod[0])
+    previous = ops.where(i + 1 < n, alpha(grid(i + 1)), final)
+    if config.prediction_type == "epsilon":
+        p, q = 1 / ops.sqrt(a), -ops.sqrt(1 - a) / ops.sqrt(a)
+    else:
+        p, q = ops.sqrt(a), -ops.sqrt(1 - a)
+    from_latent = ops.sqrt(1 - previous) / ops.sqrt(1 - a)
+    from_denoised = ops.sqrt(previous) - from_latent * ops.sqrt(a)
+
+    zero = ops.zeros_like(i)
+    one = ops.ones_like(i)
+    unused = STATE * STATE - 1
+    columns = [timestep, p, q, one, from_latent, *[zero] * unused, from_denoised, *[zero] * (2 * STATE - 1)]
+    rows = ops.stack(columns, axis=1)
+    return ops.cast(ops.where(ops.less(i, n)[:, None], rows, math.nan), "float32")
 
 
 def rescale(out, conditional, guidance_rescale):

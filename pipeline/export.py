@@ -24,7 +24,8 @@ import tensorflow as tf
 from models import checkpoint, diffusers, embedding, endpoints, keymaps, lora, text_encoder, unet, vae
 from models.config import FAMILIES, ExportSpec, InputError, ModelConfig, default_sampler, kerascv_numerics
 from pipeline import manifest, publish, samplers, schedules, tokenizer
-from pipeline.manifest import AddedEmbedding, Difference, Manifest, MergedLora, Signature
+from pipeline.compare import Difference, compare
+from pipeline.manifest import AddedEmbedding, Manifest, MergedLora, Signature
 
 # What users name -> part.
 COMPONENTS = {"text_encoder": "text_encoder", "unet": "diffusion_model", "decoder": "decoder"}
@@ -46,6 +47,7 @@ class Source:
     fill: Callable[[str, list], list[str]]  # (component, built layers) -> names that were ignored
     loras: tuple[MergedLora, ...] = ()  # what `fill` merges into the weights
     embeddings: tuple[AddedEmbedding, ...] = ()  # tokens whose vectors `fill` adds; `config` counts them already
+    encodes_images: bool = True  # whether `fill` has weights for the autoencoder's encoder
 
 
 def diffusers_source(
@@ -121,7 +123,7 @@ def kerascv_source(tokenizer_folder: Path, random_seed: int | None) -> Source:
         return checkpoint.load(kept, tensors, keymaps.KERASCV[component], f"KerasCV's {component}")
 
     name = "kerascv-sd1" if random_seed is None else "kerascv-sd1-random"
-    return Source(name, kerascv_numerics(FAMILIES["sd1"]), tokenizer_folder, fill)
+    return Source(name, kerascv_numerics(FAMILIES["sd1"]), tokenizer_folder, fill, encodes_images=False)
 
 
 def export(
@@ -130,6 +132,7 @@ def export(
     spec: ExportSpec,
     jit_components: tuple[str, ...] = (),
     version: int | None = None,
+    image_encoder: bool = False,
 ) -> Manifest:
     """Write one version of an export.
 
@@ -137,6 +140,7 @@ def export(
         output_dir: the export's folder, e.g. exports/emoji.
         jit_components: names of COMPONENTS that also get XLA twins, `denoise_xla` and so on.
         version: None takes the highest existing one + 1.
+        image_encoder: also write the autoencoder's other half, which image to image needs.
 
     Returns:
         The manifest, as a reader would get it.
@@ -145,6 +149,8 @@ def export(
         InputError: whatever makes the export impossible; nothing is left behind.
     """
     spec.check(source.config)
+    if image_encoder and not source.encodes_images:
+        raise InputError(f"{source.name} has no image encoder; leave --image_encoder out")
     if spec.max_steps < source.config.defaults.num_steps:
         print(f"notice: --max_steps {spec.max_steps} is below the default of {source.config.defaults.num_steps} steps")
     empty_tokens = tokenizer.load(source.tokenizer).encode("").ids
@@ -157,7 +163,8 @@ def export(
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with publish.lock(output_dir), publish.workspace(output_dir) as work:
             version = publish.next_version(output_dir, version)
-            result = _write(source, work, spec, jit_components, version, empty_tokens)
+            parts = _parts(source, spec, empty_tokens) | (_image_encoder(source, spec) if image_encoder else {})
+            result = _write(source, work, spec, jit_components, version, parts)
             publish.publish(work, output_dir, result)
     except (
         OSError,
@@ -186,7 +193,7 @@ def _check_vocabulary(source: Source, empty_tokens: np.ndarray) -> None:
         raise InputError(f"{source.tokenizer}: makes token id {highest}, but the text encoder has {rows} ids")
 
 
-def _write(source, work: Path, spec, jit_components, version: int, empty_tokens) -> Manifest:
+def _write(source, work: Path, spec, jit_components, version: int, parts: dict[str, Callable]) -> Manifest:
     (work / "tokenizer").mkdir()
     for name in TOKENIZER_FILES:
         if (source.tokenizer / name).exists():
@@ -196,7 +203,7 @@ def _write(source, work: Path, spec, jit_components, version: int, empty_tokens)
         (work / "tokenizer" / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
     jit_parts = {COMPONENTS[name] for name in jit_components}
     signatures, differences, twins = {}, {}, []
-    for part, build in _parts(source, spec, empty_tokens).items():
+    for part, build in parts.items():
         jit = part in jit_parts
         folder = work / part / str(version)
         signatures[part], live = _save_part(build, folder, source.config, jit)
@@ -256,6 +263,18 @@ def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable
         "diffusion_model": build_diffusion_model,
         "decoder": build_decoder,
     }
+
+
+def _image_encoder(source: Source, spec: ExportSpec) -> dict[str, Callable]:
+    """As `_parts`."""
+    config, dtype = source.config, spec.dtype
+
+    def build_image_encoder():
+        model = vae.VAEEncoder(config.vae, dtype)
+        _fill(source, "vae", [vae.VAEDecoder(config.vae, dtype), model])
+        return model.variables, endpoints.image_encoder(model, config, spec)
+
+    return {"image_encoder": build_image_encoder}
 
 
 def _fill(source: Source, component: str, layers: list) -> None:
@@ -362,28 +381,6 @@ def _reload(folder: Path, live: list) -> Iterator[tuple[str, dict, dict]]:
         yield name, outputs, {k: v.numpy() for k, v in again.items()}
     del loaded, again
     release_memory()
-
-
-def compare(reference: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Difference:
-    """The largest differences and the lowest PSNR over all arrays of two results.
-
-    Arrays are compared as float64. NaN or infinity anywhere makes PSNR NaN or -infinity, which no bar lets pass.
-    """
-    if reference.keys() != other.keys() or any(reference[k].shape != other[k].shape for k in reference):
-        raise ValueError(f"results differ in names or shapes: {sorted(reference)} and {sorted(other)}")
-    largest, means, psnrs = [0.0], [0.0], []
-    for name, expected in reference.items():
-        expected, found = (np.asarray(a[name], "float64") for a in (reference, other))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            error = np.abs(found - expected)
-            mean_square = np.mean(error**2)
-            psnr = 10 * np.log10(np.ptp(expected) ** 2 / mean_square)
-        largest.append(error.max())
-        means.append(error.mean())
-        if mean_square != 0:
-            psnrs.append(psnr)
-    # NumPy's minimum and maximum keep NaN.
-    return Difference(float(np.max(largest)), float(np.max(means)), float(np.min(psnrs)) if psnrs else None)
 
 
 def _report(name: str, difference: Difference, bar: float) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from models.config import InputError, TensorSpec
 from pipeline import manifest
-from pipeline.manifest import CHAIN, Functions, Manifest, chain_signature
+from pipeline.manifest import Functions, Manifest, chain_signature
 
 # What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
 JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
@@ -50,11 +50,12 @@ def local(
     prepare_device()
     size = manifest.pick_size(contract, width, height)
     compiled = {name for component in jit_components for name in JIT_COMPONENTS[component]} if jit_compile else set()
-    loaded = {part: load_part(contract, part) for part in dict.fromkeys(CHAIN.values())}
-    functions = {}
-    for name in CHAIN:
-        part, signature = chain_signature(contract.spec, name, size)
-        functions[name] = function(contract, part, signature, name in compiled, loaded[part])
+    found = {name: chain_signature(contract.spec, name, size) for name in manifest.function_names(contract)}
+    loaded = {part: load_part(contract, part) for part in {part for part, _ in found.values()}}
+    functions = {
+        name: function(contract, part, signature, name in compiled, loaded[part])
+        for name, (part, signature) in found.items()
+    }
     return Functions(**functions, manifest=contract, size=size)
 
 

@@ -17,9 +17,10 @@ from absl import flags
 from tqdm import tqdm
 
 from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
+from pipeline.compare import Difference
 
 FORMAT = 1
-PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels of an export
+PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels that every export has
 # The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
 # signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
 CHAIN = {
@@ -28,11 +29,13 @@ CHAIN = {
     "denoise_unguided": "diffusion_model",
     "decode": "decoder",
 }
+# Functions beside the chain, in parts that an export may have.
+OPTIONAL = {"encode_image": "image_encoder"}
 
 
 def chain_signature(spec: ExportSpec, name: str, size: Size) -> tuple[str, str]:
-    """Part and signature of one function of CHAIN at a size."""
-    part = CHAIN[name]
+    """Part and signature of one function of CHAIN or OPTIONAL at a size."""
+    part = (CHAIN | OPTIONAL)[name]
     return part, name if part == "text_encoder" else spec.signature(name, size)
 
 
@@ -42,15 +45,6 @@ class Signature:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far two arrays are apart."""
-
-    max_abs: float
-    mean_abs: float
-    psnr: float | None  # dB; peak is max - min of the reference; None when equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +101,7 @@ class Functions:
     decode: Callable[..., dict]
     manifest: Manifest
     size: Size  # of the pictures
+    encode_image: Callable[..., dict] | None = None  # None: the export has no image encoder
 
 
 def pick_size(manifest: Manifest, width: int | None = None, height: int | None = None) -> Size:
@@ -201,16 +196,27 @@ def dumps(manifest: Manifest) -> str:
     return json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+def function_names(manifest: Manifest) -> tuple[str, ...]:
+    """The functions that an export has: those of CHAIN, and of OPTIONAL those whose part is there."""
+    return (*CHAIN, *(name for name, part in OPTIONAL.items() if part in manifest.signatures))
+
+
 def check_chain(manifest: Manifest) -> None:
-    """Refuse an export whose parts do not fit: outputs of `encode` feed `denoise`, its `latent` feeds `decode`."""
+    """Refuse an export whose parts do not fit: outputs of `encode` feed `denoise`, its `latent` feeds `decode`.
+
+    Where it has an image encoder, that one's outputs are latents too.
+    """
     for size in manifest.spec.sizes:
         found = {}
-        for name in CHAIN:
+        for name in function_names(manifest):
             part, signature = chain_signature(manifest.spec, name, size)
             if signature not in manifest.signatures.get(part, {}):
                 raise InputError(f"{manifest.folder}: {part} has no signature {signature!r}; export again")
             found[name] = manifest.signatures[part][signature]
         latents = tuple(spec for spec in found["denoise"].outputs if spec.name == "latent")
+        encoded = found["encode_image"].outputs if "encode_image" in found else ()
+        if any(dataclasses.replace(spec, name="latent") not in latents for spec in encoded):
+            raise InputError(f"{manifest.folder}: encode_image feeds denoise, but its outputs are no latents of it")
         for outputs, inputs, what in (
             (found["encode"].outputs, found["denoise"].inputs, "encode feeds denoise"),
             (latents, found["decode"].inputs, "denoise feeds decode"),

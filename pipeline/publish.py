@@ -38,7 +38,7 @@ def workspace(output_dir: Path):
         # export, whose name goes on where this one's ends, may well be running.
         if left.name.startswith(prefix) and left.name.removeprefix(prefix).isdecimal():
             shutil.rmtree(left)
-    for part in manifest.PARTS:
+    for part in (*manifest.PARTS, *manifest.OPTIONAL.values()):
         for orphan in (output_dir / part).glob("*"):
             if orphan.name.isdecimal() and int(orphan.name) not in manifest.list_versions(output_dir):
                 shutil.rmtree(orphan)
@@ -83,7 +83,7 @@ def publish(work: Path, output_dir: Path, result: Manifest) -> None:
         os.rename(work, output_dir)
     else:
         _check_same_contract(output_dir, work, result)
-        for part in reversed(manifest.PARTS):
+        for part in reversed(result.signatures):
             os.rename(work / part / str(result.version), output_dir / part / str(result.version))
             _sync_folder(output_dir / part)
         name = f"{result.version}.json"

@@ -39,7 +39,7 @@ def scheduler(**changes):
 def test_ddim_rows_equal_the_samplers_for_every_step_count(spacing, prediction_type, final_alpha_one):
     """Bit for bit. Timesteps depend on the spacing alone, so every count is tried once for each."""
     config = scheduler(timestep_spacing=spacing, prediction_type=prediction_type, set_alpha_to_one=final_alpha_one)
-    function = tf.function(lambda n: endpoints.ddim_rows(n, 1000, config, ALPHAS), autograph=False)
+    function = tf.function(lambda n: loop.ddim_rows(n, 1000, config, ALPHAS), autograph=False)
     counts = range(1, 1000) if (prediction_type, final_alpha_one) == ("epsilon", False) else range(1, 256, 7)
     for n in counts:
         _, expected = samplers.steps_table("ddim", config, n, 1000)
@@ -54,7 +54,7 @@ def test_ddim_rows_equal_the_samplers_for_every_step_count(spacing, prediction_t
 def test_ddim_rows_under_xla(spacing):
     """48 and 96 trailing steps meet timesteps of half a step, where the order of rounding decides."""
     config = scheduler(timestep_spacing=spacing)
-    function = tf.function(lambda n: endpoints.ddim_rows(n, 256, config, ALPHAS), jit_compile=True, autograph=False)
+    function = tf.function(lambda n: loop.ddim_rows(n, 256, config, ALPHAS), jit_compile=True, autograph=False)
     for n in (1, 4, 16, 48, 50, 61, 96, 256):
         _, expected = samplers.steps_table("ddim", config, n, 256)
         np.testing.assert_array_equal(function(tf.constant(n))[:n], expected[:n], err_msg=f"{n} steps")
@@ -63,7 +63,7 @@ def test_ddim_rows_under_xla(spacing):
 def test_ddim_rows_of_kerascvs_grid():
     """999, 979, 958, ..., 0, ending at a signal of exactly 1."""
     config = kerascv_numerics(SD1).scheduler
-    rows = endpoints.ddim_rows(tf.constant(50), 50, config, ALPHAS).numpy()
+    rows = loop.ddim_rows(tf.constant(50), 50, config, ALPHAS).numpy()
     np.testing.assert_array_equal(rows, samplers.steps_table("ddim", config, 50, 50)[1])
     assert rows[[0, 1, 2, -1], 0].tolist() == [999, 979, 958, 0]
     assert rows[-1, 4] == 0 and rows[-1, 29] == 1
@@ -71,13 +71,13 @@ def test_ddim_rows_of_kerascvs_grid():
 
 def test_a_grid_that_leaves_the_schedule_gives_nan():
     """1000 steps with steps_offset 1 ask for timestep 1000: the sampler raises, the graph cannot."""
-    rows = endpoints.ddim_rows(tf.constant(1000), 1000, scheduler(), ALPHAS).numpy()
+    rows = loop.ddim_rows(tf.constant(1000), 1000, scheduler(), ALPHAS).numpy()
     assert np.isnan(rows[0, 1:3]).all()
 
 
 def test_the_schedule_keeps_its_digits():
     """In half precision alphas_cumprod[0] = 0.99915 would be 1 and the last step would divide by nothing."""
-    rows = endpoints.ddim_rows(tf.constant(50), 50, scheduler(), ALPHAS).numpy().astype("float64")
+    rows = loop.ddim_rows(tf.constant(50), 50, scheduler(), ALPHAS).numpy().astype("float64")
     alpha = 1 / rows[-1, 1] ** 2  # p = 1 / sqrt(alpha) at timestep 1
     final = 1 - rows[-1, 4] ** 2 * (1 - alpha)
     assert 1 - final == pytest.approx(8.5e-4, abs=1e-7)
