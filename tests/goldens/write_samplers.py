@@ -19,6 +19,10 @@ Where the scheduler itself is not run as it is:
 * Euler ancestral has no Karras or exponential sigmas and no lists in diffusers: there it gets those of
   EulerDiscreteScheduler (k-diffusion does the same). LMS takes lists the same way, UniPC those of DPM-Solver.
 * A list of timesteps that begins with a repeated one would start at its second entry; none does.
+
+Beside them what diffusers' pipeline draws with the checkpoint in checkpoints/emoji: `latents` float32[sampler, h, w, 4]
+after PIPELINE_STEPS steps of each class in `pipeline_samplers`, from the noise of PIPELINE_SEED, and the `context`
+float32[2, 77, D] of the prompt and of no prompt that went into the UNet.
 """
 
 import itertools
@@ -33,6 +37,7 @@ import torch
 from pipeline import noise
 
 SEED = 5
+PIPELINE_SEED, PIPELINE_STEPS, GUIDANCE_SCALE, PROMPT = 1, 10, 3.0, "a red apple"
 START = torch.tensor([[-1.7, -0.31, 0.64, 2.3]])  # one image; UniPC's sums need the axis
 BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 CLASSES = {
@@ -179,12 +184,42 @@ def cases():
     yield "euler", 3, plain, {"sigmas": [5.5, 2.25, 1.0, 0.5]}
 
 
+def pipeline_latents():
+    """context float32[2, 77, D], latents float32[sampler, h, w, 4]"""
+    checkpoint = Path(__file__).parents[2] / "checkpoints" / "emoji"
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(checkpoint, safety_checker=None).to(torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    own, size = pipe.scheduler.config, pipe.unet.config.sample_size
+    start = torch.from_numpy(noise.normal(PIPELINE_SEED, 0, (1, 4, size, size)))
+    latents = []
+    for kind, settings in CLASSES.values():
+        calls = []
+
+        def fresh(shape, calls=calls, **_):
+            return torch.from_numpy(noise.normal(PIPELINE_SEED, len(calls), tuple(shape)))
+
+        pipe.scheduler = kind.from_config(own, **settings)
+        sys.modules[kind.__module__].randn_tensor = fresh
+
+        def step(*arguments, made=pipe.scheduler.step, calls=calls, **keywords):
+            calls.append(arguments)
+            return made(*arguments, **keywords)
+
+        pipe.scheduler.step = step
+        settings = {"num_inference_steps": PIPELINE_STEPS, "guidance_scale": GUIDANCE_SCALE, "output_type": "latent"}
+        latents.append(pipe(PROMPT, latents=start.clone(), **settings).images[0].permute(1, 2, 0).numpy())
+    contexts = pipe.encode_prompt(PROMPT, "cpu", 1, True)
+    return torch.cat(contexts).detach().numpy(), np.stack(latents)
+
+
 def main():
+    torch.set_num_threads(1)  # sums in the same order everywhere; and these are small
     chosen = list(cases())
     runs = [run(*case) for case in chosen]
     samples, timesteps = (np.concatenate(column).astype(np.float32) for column in zip(*runs, strict=True))
     linear = diffusers.DDIMScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
-    assert np.isfinite(samples).all()
+    context, latents = pipeline_latents()
+    assert np.isfinite(samples).all() and np.isfinite(latents).all()
     np.savez_compressed(
         Path(__file__).with_name("samplers.npz"),
         versions=np.array([f"diffusers {diffusers.__version__}", f"torch {torch.__version__}"]),
@@ -194,6 +229,12 @@ def main():
         rows=np.array([len(latents) for latents, _ in runs]),
         samples=samples,
         timesteps=timesteps,
+        pipeline_seed=np.array(PIPELINE_SEED),
+        pipeline_steps=np.array(PIPELINE_STEPS),
+        pipeline_guidance_scale=np.array(GUIDANCE_SCALE),
+        pipeline_samplers=np.array(list(CLASSES)),
+        context=context,
+        latents=latents,
         alphas_cumprod=diffusers.DDIMScheduler(**BETAS).alphas_cumprod.numpy(),
         alphas_cumprod_linear=linear.alphas_cumprod.numpy(),
     )
