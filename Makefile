@@ -22,6 +22,9 @@ bench: .venv/run.stamp
 	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
 	.venv/bin/python benchmark.py --models exports/emoji
 
+parity: .venv/test.stamp .venv-peers/run.stamp
+	.venv/bin/python tests/parity.py --peers .venv-peers/bin/python
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
