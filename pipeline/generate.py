@@ -14,7 +14,7 @@ from absl import flags
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import manifest, noise, samplers, schedules, solvers, tokenizer
+from pipeline import images, manifest, noise, samplers, schedules, solvers, tokenizer
 from pipeline.manifest import Functions, chain_signature
 from pipeline.schedules import Options
 from pipeline.settings import Settings, settings, table
@@ -32,6 +32,8 @@ def generate(
     prompt_weighting: bool = True,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
+    init_image=None,
+    init_crop: bool = False,
     **how,
 ) -> np.ndarray:
     """Draw pictures; any number of prompts and images, whatever the export's batch is.
@@ -45,6 +47,7 @@ def generate(
         prompt_weighting: read (brackets:1.2) in prompts as weights.
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
+        init_image, init_crop: picture to start from, a path or an array, see `pipeline.images`; None: noise alone.
         how: sampler, num_steps and whatever else `pipeline.settings.settings` takes.
 
     Returns:
@@ -53,34 +56,44 @@ def generate(
     Raises:
         InputError: settings or prompts the export cannot serve, or pictures that are not finite.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts:
-        raise InputError("no prompt given")
+    prompts = _listed(prompts)
     spec = functions.manifest.spec
     num_images = spec.images_per_prompt if num_images is None else num_images
-    for name, value in (("num_images", num_images), ("steps_per_call", steps_per_call)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} must be 1 or more, found {value}")
+    _check_positive(num_images=num_images, steps_per_call=steps_per_call)
     total = len(prompts) * num_images
     negatives = _per_prompt(negative_prompt, len(prompts))
     scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
-    chosen = settings(functions, guidance_scale=scales[0], **how)
+    chosen = settings(functions, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
+    picture = images.encode(functions, init_image, init_crop)
     seeds = noise.image_seeds(seed, total)
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
     warn_of_cuts(functions, encoder, prompts, negatives, prompt_weighting)
 
-    images: dict[int, np.ndarray] = {}
+    drawn: dict[int, np.ndarray] = {}
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
         # rows: image number for each of the N places, repeated where the last call is not full.
         places = [row // num_images for row in rows[:: spec.images_per_prompt]]
-        texts = [prompts[p] for p in places], [negatives[p] for p in places]
+        texts = [[given[place] for place in places] for given in (prompts, negatives)]
         contexts = encode(functions, encoder, *texts, prompt_weighting)
         latent = denoise(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
-            guidance_scales=[scales[row] for row in rows],
+            *([scales[row] for row in rows], picture),
         )
-        images |= zip(rows, decode(functions, latent), strict=True)
-    return np.stack([images[row] for row in range(len(seeds))])
+        drawn |= zip(rows, decode(functions, latent), strict=True)
+    return np.stack([drawn[row] for row in range(total)])
+
+
+def _listed(prompts: str | Sequence[str]) -> list[str]:
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts:
+        raise InputError("no prompt given")
+    return prompts
+
+
+def _check_positive(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be 1 or more, found {value}")
 
 
 def batches(num_prompts: int, num_images: int, prompts: int, images_per_prompt: int) -> list[list[int]]:
@@ -148,20 +161,24 @@ def denoise(
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
     guidance_scales: Sequence[float] | None = None,
+    picture: tuple[np.ndarray, np.ndarray] | None = None,
 ):
     """Initial noise from `seeds` to the final latent f32[N,h,w,4]. Raises InputError when it is not finite.
 
     Args:
         guidance_scales: of each of the N images; None takes `chosen.guidance_scale` for all.
+        picture: mean and standard deviation of the latent f32[h,w,4] to start from, where `chosen` has a strength.
     """
     steps, rows = table(functions, chosen)
     part, signature = chain_signature(functions.manifest.spec, "denoise", functions.size)
     inputs = functions.manifest.signatures[part][signature].inputs
-    images, height, width, channels = next(spec.shape for spec in inputs if spec.name == "latent")
-    scales = np.full((images,), chosen.guidance_scale, "float32")
+    count, *shape = next(spec.shape for spec in inputs if spec.name == "latent")
+    scales = np.full((count,), chosen.guidance_scale, "float32")
     if guidance_scales is not None:
         scales[:] = guidance_scales
-    latent = np.float32(steps.noise) * noise.initial_latents(seeds, height, width, channels)
+    if (picture is None) != (chosen.strength is None):
+        raise InputError("a strength needs a picture to start from, and a picture a strength")
+    latent = start(steps, seeds, shape, picture)
     state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
     # Without guidance half the work would be thrown away.
     guided = steps.rows[:, solvers.ROW["g"]][:, 0] * max(float(scales.max()) - 1.0, 0.0) > 0
@@ -173,7 +190,7 @@ def denoise(
             "seed": noise.seed_words(seeds),
         }
         if guided[first]:
-            rescale = np.full((images,), chosen.guidance_rescale, "float32")
+            rescale = np.full((count,), chosen.guidance_rescale, "float32")
             result = functions.denoise(**state, **every, **contexts, guidance_scale=scales, guidance_rescale=rescale)
         else:
             prompt_only = {name: value for name, value in contexts.items() if not name.startswith("unconditional_")}
@@ -184,6 +201,21 @@ def denoise(
     if not np.isfinite(np.asarray(state["latent"])).all():
         raise InputError("the latents hold NaN or infinite values: the weights or the dtype cannot draw this")
     return state["latent"]
+
+
+def start(
+    steps: samplers.Steps, seeds: list[int], shape: Sequence[int], picture: tuple[np.ndarray, np.ndarray] | None = None
+) -> np.ndarray:
+    """The latents f32[N,h,w,4] a run begins with: noise of each seed, and over a picture a sample of its latent.
+
+    Args:
+        shape: h, w and channels. picture: mean and standard deviation of the latent, f32[h,w,4] each.
+    """
+    latent = np.float32(steps.noise) * noise.initial_latents(seeds, *shape)
+    if picture is None:
+        return latent
+    mean, std = picture
+    return latent + np.float32(steps.signal) * (mean + std * noise.initial_latents(seeds, *shape, noise.PICTURE_OFFSET))
 
 
 def decode(functions: Functions, latent) -> np.ndarray:
@@ -254,6 +286,17 @@ def _number(text: str) -> float:
         raise InputError(f"--guidance_scale {text!r}: expected a number") from error
 
 
+def _settings(functions: Functions, guidance_scale: float) -> Settings:
+    """What the flags say, with notices of what the checkpoint leaves open."""
+    chosen = settings(
+        *(functions, FLAGS.sampler, FLAGS.num_steps, guidance_scale, FLAGS.guidance_rescale),
+        *(FLAGS.guidance_start, FLAGS.guidance_end, _options(), FLAGS.strength, FLAGS.init_image is not None),
+    )
+    for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):
+        log.warning("%s", notice)
+    return chosen
+
+
 def main(argv):
     prompts = argv[1:] + (read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else [])
     if not prompts:
@@ -262,29 +305,28 @@ def main(argv):
     contract = manifest.read(FLAGS.models, FLAGS.version)
     if FLAGS.verify:
         manifest.verify(contract)
+    size = manifest.pick_size(contract, FLAGS.width, FLAGS.height)
+    init_image = FLAGS.init_image
+    if init_image is not None:
+        init_image = images.prepare(contract, size, init_image, FLAGS.init_crop)
     cli.import_tensorflow()
     from pipeline import load, pictures
 
     functions = load.local(
         *(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), contract.version, False),
-        width=FLAGS.width,
-        height=FLAGS.height,
+        width=size.width,
+        height=size.height,
     )
     spec, defaults = functions.manifest.spec, functions.manifest.config.defaults
     num_images = FLAGS.num_images or spec.images_per_prompt
     total = len(prompts) * num_images
     scales = _per_image([_number(scale) for scale in FLAGS.guidance_scale] or None, total, defaults.guidance_scale)
-    chosen = settings(
-        *(functions, FLAGS.sampler, FLAGS.num_steps, scales[0], FLAGS.guidance_rescale),
-        *(FLAGS.guidance_start, FLAGS.guidance_end, _options()),
-    )
-    for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):
-        log.warning("%s", notice)
+    chosen = _settings(functions, scales[0])
     negatives = _per_prompt(FLAGS.negative_prompt or None, len(prompts))
     calls = len(batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt))
     rows = len(table(functions, chosen)[0].rows)
     with tqdm(total=calls * rows, desc="denoise", unit="call") as bar:
-        images = generate(
+        drawn = generate(
             functions,
             prompts,
             negatives,
@@ -294,9 +336,10 @@ def main(argv):
             prompt_weighting=FLAGS.prompt_weighting,
             progress=bar.update,
             steps_per_call=FLAGS.steps_per_call,
+            init_image=init_image,
             **{name: value for name, value in vars(chosen).items() if name != "guidance_scale"},
         )
-    for i, (image, seed) in enumerate(zip(images, noise.image_seeds(FLAGS.seed, len(images)), strict=True)):
+    for i, (image, seed) in enumerate(zip(drawn, noise.image_seeds(FLAGS.seed, total), strict=True)):
         prompt = i // num_images
         text = pictures.parameters(functions, prompts[prompt], negatives[prompt], seed, chosen, scales[i])
         print(pictures.save(image, seed, text, Path(FLAGS.output)))
@@ -324,6 +367,9 @@ if __name__ == "__main__":
     flags.DEFINE_float("guidance_rescale", 0.0, "0..1: pull the contrast of guided pictures back.")
     flags.DEFINE_float("guidance_start", 0.0, "Guide from this fraction of the run on; before it, at half the work.")
     flags.DEFINE_float("guidance_end", 1.0, "Guide up to this fraction of the run.")
+    flags.DEFINE_string("init_image", None, "Picture to start from; needs an export made with --image_encoder.")
+    flags.DEFINE_float("strength", None, "How much of --init_image changes: the share of the steps made. Default: 0.8.")
+    flags.DEFINE_bool("init_crop", False, "Cut --init_image to the right proportions instead of stretching it.")
     flags.DEFINE_bool("prompt_weighting", True, "Read (word:1.3), (word) and [word] in prompts as weights.")
     flags.DEFINE_integer("height", None, "Height in pixels, of an export with several sizes. Default: its first size.")
     flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")

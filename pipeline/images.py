@@ -5,6 +5,7 @@ decoded, and whatever a decoder stumbles over is one line for the user. Metadata
 colour profiles are not applied.
 """
 
+import os
 import warnings
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from models.config import InputError
+from models.config import InputError, Size
+from pipeline.manifest import Functions, Manifest
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES = 256 << 20
@@ -33,6 +35,38 @@ UPRIGHT = MappingProxyType(
         8: Image.Transpose.ROTATE_90,
     }
 )
+
+
+def encode(functions: Functions, init_image, crop: bool = False) -> tuple[np.ndarray, np.ndarray] | None:
+    """The distribution of a picture's latent in the UNet's scale.
+
+    Args:
+        init_image: path or array, see `prepare`; None: no picture.
+
+    Returns:
+        Mean and standard deviation, f32[h, w, 4] each, or None.
+
+    Raises:
+        InputError: see `prepare`.
+    """
+    if init_image is None:
+        return None
+    image = prepare(functions.manifest, functions.size, init_image, crop)
+    encoded = functions.encode_image(image=np.repeat(image[None], functions.manifest.spec.num_images, axis=0))
+    # One of N equal ones, so that no image depends on its place.
+    return np.asarray(encoded["mean"])[0], np.asarray(encoded["std"])[0]
+
+
+def prepare(manifest: Manifest, size: Size, init_image, crop: bool = False) -> np.ndarray:
+    """What `encode_image` of an export takes, f32[H, W, 3], from a path (see `read`) or an array (see `from_array`).
+
+    Raises:
+        InputError: the export has no image encoder, or the picture cannot be used.
+    """
+    if "image_encoder" not in manifest.signatures:
+        raise InputError(f"{manifest.folder}: has no image encoder; export again with --image_encoder")
+    make = read if isinstance(init_image, str | os.PathLike) else from_array
+    return make(init_image, size.width, size.height, crop)
 
 
 def read(path: str | Path, width: int, height: int, crop: bool = False) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns (seed, offset, position) into
 random words, so a number depends on nothing but these three: not on the batch, the device or what was drawn before.
-Offset 0 is the initial latent; the denoising loop uses offset r + 1 for the noise of row r. No TensorFlow.
+Offset 0 is the initial latent; the denoising loop uses offset r + 1 for the noise of row r; the last offset is the
+sample of a picture's latent. No TensorFlow.
 
 The order is that of torch's CUDA generator: within a draw, position i is its own thread; the offset counts the draws.
 They agree as long as a draw has no more numbers than the card has threads (2,048 per multiprocessor).
@@ -18,6 +19,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 LOW = 0xFFFFFFFF
+PICTURE_OFFSET = 2**32 - 1
 
 
 def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -74,13 +76,14 @@ def normal(seed: int, offset: int, shape: tuple[int, ...]) -> np.ndarray:
     return result.astype(np.float32).reshape(shape)
 
 
-def initial_latents(seeds: list[int], height: int, width: int, channels: int = 4) -> np.ndarray:
+def initial_latents(seeds: list[int], height: int, width: int, channels: int = 4, offset: int = 0) -> np.ndarray:
     """The noise each image starts from: one seed per image, whatever its place in the batch.
 
     Args:
         seeds: N seeds, each 0..2^64 - 1.
         height, width: size of the latent (pixels / 8 for Stable Diffusion).
         channels: of the latent.
+        offset: PICTURE_OFFSET for the sample of a picture's latent.
 
     Returns:
         float32[N, height, width, channels], standard normal. Drawn as [channels, height, width] and then transposed,
@@ -89,7 +92,7 @@ def initial_latents(seeds: list[int], height: int, width: int, channels: int = 4
     Raises:
         InputError: a seed outside its range.
     """
-    drawn = [normal(seed, 0, (channels, height, width)).transpose(1, 2, 0) for seed in seeds]
+    drawn = [normal(seed, offset, (channels, height, width)).transpose(1, 2, 0) for seed in seeds]
     return np.stack(drawn) if drawn else np.zeros((0, height, width, channels), np.float32)
 
 

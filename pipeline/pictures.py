@@ -29,6 +29,7 @@ def parameters(
         "Size": str(functions.size),
         "Model": contract.checkpoint,
         "Model hash": contract.export_id[:10],
+        **({"Denoising strength": f"{chosen.strength:g}"} if chosen.strength is not None else {}),
         "RNG": "NV",
     }
     if contract.loras:

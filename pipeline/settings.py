@@ -21,6 +21,15 @@ class Settings:
     guidance_start: float = 0.0  # guided are the rows in [start, end) of the run, as fractions of it
     guidance_end: float = 1.0
     options: Options = schedules.DEFAULT
+    strength: float | None = None  # of image to image: the share of the steps that is made; None: from noise
+
+    @property
+    def first_step(self) -> int | None:
+        """The step that image to image starts with, rounded as diffusers does; None: from noise."""
+        return None if self.strength is None else self.num_steps - int(self.num_steps * self.strength)
+
+
+STRENGTH = 0.8  # diffusers' default
 
 
 def settings(
@@ -32,12 +41,14 @@ def settings(
     guidance_start: float = 0.0,
     guidance_end: float = 1.0,
     options: Options = schedules.DEFAULT,
+    strength: float | None = None,
+    image_to_image: bool = False,
 ) -> Settings:
     """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
 
     Raises:
-        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, or
-            a guidance that is no finite number.
+        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, a
+            guidance that is no finite number, or a strength that leaves no step or comes without a picture.
     """
     defaults = functions.manifest.config.defaults
     if num_steps is None:
@@ -50,6 +61,7 @@ def settings(
         guidance_start=float(guidance_start),
         guidance_end=float(guidance_end),
         options=options,
+        strength=STRENGTH if strength is None and image_to_image else strength,
     )
     if not np.isfinite(chosen.guidance_scale) or not 0 <= chosen.guidance_rescale <= 1:
         raise InputError(
@@ -61,8 +73,23 @@ def settings(
             f"guidance_start and guidance_end must be 0 <= start <= end <= 1, found {chosen.guidance_start:g} and "
             f"{chosen.guidance_end:g}"
         )
+    _check_strength(chosen, image_to_image)
     table(functions, chosen)
     return chosen
+
+
+def _check_strength(chosen: Settings, image_to_image: bool) -> None:
+    if chosen.strength is None:
+        return
+    if not image_to_image:
+        raise InputError(f"strength is {chosen.strength:g}, but there is no init_image to change")
+    if not 0 < chosen.strength <= 1:
+        raise InputError(f"strength must be above 0 and at most 1, found {chosen.strength:g}")
+    if chosen.first_step == chosen.num_steps:
+        raise InputError(
+            f"strength {chosen.strength:g} makes none of {chosen.num_steps} steps; it must be at least "
+            f"1/{chosen.num_steps}, or give more steps"
+        )
 
 
 def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
@@ -74,7 +101,9 @@ def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.nd
         InputError: there is no such run.
     """
     spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
-    steps, rows = samplers.steps_table(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options)
+    steps, rows = samplers.steps_table(
+        *(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options, chosen.first_step)
+    )
     position = np.arange(len(steps.rows)) / len(steps.rows)
     outside = (position < chosen.guidance_start) | (position >= chosen.guidance_end)
     for filled in (steps.rows, rows):

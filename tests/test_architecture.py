@@ -19,7 +19,7 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.manifest", "pipeline.samplers", "pipeline.tokenizer", "pipeline.noise", "pipeline.generate"),
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
-    *("pipeline.timing", "pipeline.report"),
+    *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
 }
 # The only doors into the networks; everything else sees models.config alone.
 USERS_OF_MODELS = {"pipeline.export"}
