@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from pipeline import generate, load, manifest, noise, tokenizer  # noqa: E402
+from pipeline import generate, load, manifest, noise, settings, tokenizer  # noqa: E402
 from pipeline.export import compare  # noqa: E402
 
 PROMPT, OTHER_PROMPT = "a red apple on a blue background", "a cactus, white background"
@@ -205,9 +205,9 @@ def chains(exported: Path, reference: dict[str, np.ndarray], arguments: argparse
     contexts = generate.encode(functions, encoder, [PROMPT], [NEGATIVE_PROMPT])
     rows = []
     for sampler in SAMPLERS:
-        settings = generate.settings(functions, sampler, arguments.num_steps, GUIDANCE_SCALE)
-        latent = generate.denoise(functions, contexts, [SEED], settings, steps_per_call=1, progress=tick)
-        image = functions.decode(latent=latent)["generated_images"]
+        chosen = settings.settings(functions, sampler, arguments.num_steps, GUIDANCE_SCALE)
+        latent = generate.denoise(functions, contexts, [SEED], chosen, progress=tick, steps_per_call=1)
+        image = generate.decode(functions, latent)
         name = f"{arguments.num_steps} {sampler} steps"
         rows.append(difference(f"{name}, latent", reference[f"{sampler}/latents"][-1], latent))
         rows.append(difference(f"{name}, image", reference[f"{sampler}/image"], image, psnr=CHAIN_PSNR))
