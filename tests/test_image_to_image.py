@@ -26,11 +26,14 @@ SD1 = FAMILIES["sd1"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, run_command):
     """2 prompts x 1 image of 48 x 32 pixels, with an image encoder."""
     folder = tmp_path_factory.mktemp("exports") / "tiny"
-    spec = ExportSpec(32, 48, prompts=2, images_per_prompt=1, dtype="float32", max_steps=20)
-    export.export(export.diffusers_source(TINY), folder, spec, image_encoder=True)
+    sizes = ("--height", 32, "--width", 48, "--prompts", 2, "--max_steps", 20)
+    run = run_command(
+        *("serialize_savedmodels.py", "--checkpoint", TINY, "--output_dir", folder, *sizes, "--image_encoder")
+    )
+    assert run.returncode == 0, run.stderr
     return folder
 
 
