@@ -206,8 +206,6 @@ def load_export(row: dict):
 
 def picture(functions: manifest.Functions, row: dict):
     """What `pipeline.generate` does for one full call of an export, as a function of `lap`; always the same call."""
-    # Said once, by the parent: that a prompt is too long.
-    logging.getLogger(generate.__name__).setLevel(logging.ERROR)
     chosen = generate.Settings(**row["settings"])
     encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
     prompts = [row["prompt"]] * functions.manifest.spec.prompts
