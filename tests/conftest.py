@@ -236,3 +236,16 @@ def bfloat16_export(exports, checkpoint_folder, export_spec) -> Path:
     spec = export_spec(prompts=1, images_per_prompt=1, dtype="bfloat16")
     export.export(export.diffusers_source(checkpoint_folder), exports / "bfloat16", spec)
     return exports / "bfloat16"
+
+
+@pytest.fixture(scope="session")
+def tiny_sd1_export(tmp_path_factory, run_command) -> Path:
+    """The tiny checkpoint that diffusers wrote: 2 prompts x 1 image of 48 x 32 pixels, with an image encoder."""
+    folder = tmp_path_factory.mktemp("peers") / "tiny_sd1"
+    sizes = ("--height", 32, "--width", 48, "--prompts", 2, "--max_steps", 20)
+    checkpoint = ROOT / "tests" / "goldens" / "tiny_sd1"
+    run = run_command(
+        *("serialize_savedmodels.py", "--checkpoint", checkpoint, "--output_dir", folder, *sizes, "--image_encoder")
+    )
+    assert run.returncode == 0, run.stderr
+    return folder

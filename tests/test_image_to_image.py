@@ -26,20 +26,8 @@ SD1 = FAMILIES["sd1"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, run_command):
-    """2 prompts x 1 image of 48 x 32 pixels, with an image encoder."""
-    folder = tmp_path_factory.mktemp("exports") / "tiny"
-    sizes = ("--height", 32, "--width", 48, "--prompts", 2, "--max_steps", 20)
-    run = run_command(
-        *("serialize_savedmodels.py", "--checkpoint", TINY, "--output_dir", folder, *sizes, "--image_encoder")
-    )
-    assert run.returncode == 0, run.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def functions(folder):
-    return load.local(folder, verify=False)
+def functions(tiny_sd1_export):
+    return load.local(tiny_sd1_export, verify=False)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +115,8 @@ def test_the_encoder_in_the_scale_of_the_unet(upcast, compute):
     assert (result["mean"].numpy() == 0.125).all() and (result["std"].numpy() == 0.25).all()
 
 
-def test_what_is_in_the_export(folder):
-    contract = manifest.read(folder)
+def test_what_is_in_the_export(tiny_sd1_export):
+    contract = manifest.read(tiny_sd1_export)
     assert list(contract.signatures["image_encoder"]) == ["encode_image"]
     signature = contract.signatures["image_encoder"]["encode_image"]
     assert [(s.name, s.shape, s.dtype) for s in signature.inputs] == [("image", (2, 32, 48, 3), "float32")]
@@ -156,9 +144,9 @@ def test_the_encoder_against_diffusers(functions, picture):
         assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_versions_of_an_export_with_an_image_encoder(folder, tmp_path, monkeypatch):
+def test_versions_of_an_export_with_an_image_encoder(tiny_sd1_export, tmp_path, monkeypatch):
     """The optional part is renamed with the others and cleared with the others."""
-    signatures = manifest.read(folder).signatures
+    signatures = manifest.read(tiny_sd1_export).signatures
 
     def save_part(build, folder, config, jit):
         folder.mkdir(parents=True)
@@ -167,7 +155,7 @@ def test_versions_of_an_export_with_an_image_encoder(folder, tmp_path, monkeypat
 
     monkeypatch.setattr(export, "_save_part", save_part)
     monkeypatch.setattr(export, "_reload", lambda folder, live: ())
-    source, spec = export.diffusers_source(TINY), manifest.read(folder).spec
+    source, spec = export.diffusers_source(TINY), manifest.read(tiny_sd1_export).spec
     for _ in range(2):
         export.export(source, tmp_path / "out", spec, image_encoder=True)
     orphan = tmp_path / "out" / "image_encoder" / "3"
@@ -322,8 +310,14 @@ def command(*arguments):
     return subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_command(folder, picture, tmp_path):
-    common = ("two small dogs", f"--models={folder}", f"--output={tmp_path / 'out'}", "--noverify", "--num_steps=5")
+def test_command(tiny_sd1_export, picture, tmp_path):
+    common = (
+        "two small dogs",
+        f"--models={tiny_sd1_export}",
+        f"--output={tmp_path / 'out'}",
+        "--noverify",
+        "--num_steps=5",
+    )
     run = command(*common, f"--init_image={picture}", "--strength=0.6", "--sampler=heun", "--init_crop")
     assert run.returncode == 0, run.stderr
     assert "5/5" in run.stderr  # 3 steps of 5: 2 calls each but the last
