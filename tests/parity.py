@@ -5,7 +5,7 @@ python tests/parity.py --peers .venv-peers/bin/python
 Without --checkpoint a full-size Stable Diffusion 1.x with seeded random weights is written first. The checkpoint is
 exported by serialize_savedmodels.py, and the reloaded export is compared. diffusers runs in its own environment
 (tests/peers/requirements.txt). Exit code 1 when a bar is missed, or when the run would prove nothing because the
-picture does not depend on prompt and guidance. At 512x512 with two processor cores: one to two hours, 12 GB of memory.
+picture does not depend on prompt and guidance. At 512x512 with two processor cores: about an hour.
 """
 
 import argparse
