@@ -182,14 +182,14 @@ def test_zero_unconditional(functions, stub):
 
 def test_long_prompts_are_cut_with_a_warning_that_quotes_the_rest(functions, caplog):
     words = ["apple"] * 75
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, generate.__name__):
         generate.generate(functions, " ".join(words), num_steps=1)
         assert caplog.text == ""
         generate.generate(functions, " ".join([*words, "zebra", "lion"]), num_steps=1)
     cut = 'prompt 1 is longer than 75 tokens; dropped: "zebra lion"'
     assert [r.getMessage() for r in caplog.records] == [cut]
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, generate.__name__):
         generate.generate(functions, ["a"] * 3, " ".join([*words, "zebra", "lion"]), num_images=3, num_steps=1)
     assert [r.getMessage() for r in caplog.records] == [f"negative {cut}"]
 

@@ -340,7 +340,7 @@ def test_devices_without_a_compiler(single_export, monkeypatch, caplog, platform
     monkeypatch.setattr(load.tf.config.experimental, "get_device_details", lambda d: {"device_name": platform})
     contract = manifest.read(single_export)
     latent = normal(1, 9, 7, 4)
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, load.__name__):
         patch.setattr(load, "_check_signature", lambda contract, part, name, concrete: names.append(name))
         names = []
         decode = load.function(contract, "decoder", "decode", jit_compile=True)
