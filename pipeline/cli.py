@@ -17,10 +17,16 @@ def run(main: Callable[[list[str]], object]) -> None:
             # TensorFlow logs pages of renamed inputs at level INFO when it saves a model.
             logging.set_verbosity(logging.WARNING)
         try:
-            return main(argv)
+            result = main(argv)
+            sys.stdout.flush()
+            return result
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except BrokenPipeError:
+            # Whoever read our output (`| head`) has seen enough; what is left must not fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + 13  # as if SIGPIPE had ended us
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

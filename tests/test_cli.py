@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import serialize_savedmodels
 from models.config import InputError
 from pipeline import cli, manifest
 
+ROOT = Path(__file__).parents[1]
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
 
@@ -256,3 +258,11 @@ def test_exported_manifests_are_json_for_other_tools(single_export):
     body = json.loads(Path(single_export, "manifests", "1.json").read_text())
     assert body["spec"]["height"] == 18 and body["signatures"]["decoder"]["decode"]["inputs"][0]["name"] == "latent"
     assert manifest.read(single_export).checkpoint == "tiny"
+
+
+def test_a_reader_that_has_seen_enough(tiny_export):
+    """`python -m pipeline.manifest EXPORT | head` ends quietly."""
+    command = [sys.executable, "-m", "pipeline.manifest", str(tiny_export)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()
+        assert run.stderr.read() == "" and run.wait() == 141
