@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.config import InputError
-from pipeline import generate, load, manifest, noise, tokenizer
+from pipeline import generate, load, noise, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -258,10 +258,3 @@ def test_prompts_from_a_file(tmp_path):
             generate.read_prompts(str(path))
     with pytest.raises(InputError, match=r"--prompts_file .*none\.txt: cannot be read"):
         generate.read_prompts(str(tmp_path / "none.txt"))
-
-
-def test_the_python_interface_is_three_lines(tiny_export):
-    """As the README shows it."""
-    functions = load.local(tiny_export)
-    images = generate.generate(functions, "a red apple")
-    assert images.shape == (manifest.read(tiny_export).spec.images_per_prompt, 18, 14, 3)
