@@ -90,17 +90,28 @@ class GroupNorm(Layer):
     def call(self, x):
         _, height, width, channels = x.shape
         y = ops.cast(x, "float32")
-        grouped = ops.reshape(y, (-1, height * width, self.groups, channels // self.groups))
-        mean = ops.mean(grouped, axis=(1, 3), keepdims=True)
-        variance = ops.mean(ops.square(grouped - mean), axis=(1, 3), keepdims=True)
-        gamma = ops.reshape(ops.cast(self.gamma, "float32"), (1, 1, self.groups, -1))
-        beta = ops.reshape(ops.cast(self.beta, "float32"), (1, 1, self.groups, -1))
+        grouped = ops.reshape(y, (-1, height, width, self.groups, channels // self.groups))
+        mean = _mean_per_group(grouped)
+        variance = _mean_per_group(ops.square(grouped - mean))
+        gamma = ops.reshape(ops.cast(self.gamma, "float32"), (1, 1, 1, self.groups, -1))
+        beta = ops.reshape(ops.cast(self.beta, "float32"), (1, 1, 1, self.groups, -1))
         scale = ops.rsqrt(variance + self.epsilon) * gamma
         shift = beta - mean * scale
         # One multiply-add over the image; the statistics stay small.
         scale = ops.reshape(scale, (-1, 1, 1, channels))
         shift = ops.reshape(shift, (-1, 1, 1, channels))
         return ops.cast(y * scale + shift, x.dtype)
+
+
+def _mean_per_group(x):
+    """Mean over height, width and channels of [N, H, W, groups, C], kept as axes of 1.
+
+    One axis at a time: over several at once TensorFlow adds up all numbers in a row, and a large image in float32
+    loses four digits that way (decoder at 512x512: 84 dB against diffusers instead of over 120).
+    """
+    for axis in (1, 2, 4):
+        x = ops.mean(x, axis=axis, keepdims=True)
+    return x
 
 
 class Embedding(Layer):
