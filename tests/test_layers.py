@@ -242,3 +242,13 @@ def test_bfloat16_weights_compute_in_bfloat16_and_give_float32(networks):
 def test_group_norm_refuses_channels_it_cannot_split():
     with pytest.raises(ValueError, match=r"channels \(=10\) must be divisible by groups \(=4\)"):
         layers.GroupNorm("norm", 10, 4, 1e-5, "float32")
+
+
+def test_group_norm_keeps_its_digits_on_large_images():
+    """Summed in one float32 row, a million numbers lose four digits; every picture would be a little off."""
+    x = np.random.default_rng(0).standard_normal((1, 256, 256, 64)).astype("float32") + 3
+    found = np.asarray(layers.GroupNorm("norm", 64, 4, 1e-6, "float32")(x))
+    grouped = x.astype("float64").reshape(1, -1, 4, 16)
+    centred = grouped - grouped.mean(axis=(1, 3), keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(axis=(1, 3), keepdims=True) + 1e-6)
+    assert np.abs(found - expected.reshape(x.shape)).max() < 3e-6
