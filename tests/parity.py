@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from pipeline import generate, load, manifest, noise, settings, tokenizer  # noqa: E402
-from pipeline.export import compare  # noqa: E402
+from pipeline.compare import compare  # noqa: E402
 
 PROMPT, OTHER_PROMPT = "a red apple on a blue background", "a cactus, white background"
 NEGATIVE_PROMPT = "blurry, low quality"
