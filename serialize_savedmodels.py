@@ -39,11 +39,11 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; the checkpoint goes into --checkpoint")
     cli.import_tensorflow()
-    from pipeline import export, load
+    from pipeline import export, load, sources
 
     jit_components = tuple(FLAGS.jit_components) if FLAGS.jit_compile else ()
     load.check_jit_components(jit_components)
-    source = find_source(export)
+    source = find_source(sources)
     first, *more = find_sizes(source.config.default_size)
     spec = ExportSpec(
         height=first.height,
@@ -82,16 +82,16 @@ def find_sizes(default: int) -> list[Size]:
     return [Size(int(match[1]), int(match[2])) for match in found]
 
 
-def find_source(export):
+def find_source(sources):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
-        return export.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant, FLAGS.lora, FLAGS.embedding)
+        return sources.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant, FLAGS.lora, FLAGS.embedding)
     if FLAGS.lora or FLAGS.embedding:
         raise InputError("--lora and --embedding go into a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
     if FLAGS.kerascv:
-        return export.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)
-    return export.random_source(FAMILIES["sd1"], tokenizer, FLAGS.random_seed)
+        return sources.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)
+    return sources.random_source(FAMILIES["sd1"], tokenizer, FLAGS.random_seed)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,9 @@ def exports(checkpoint_folder, export_spec, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_export(exports, checkpoint_folder, export_spec) -> Path:
     """2 prompts x 2 images, float32, no twins."""
-    from pipeline import export
+    from pipeline import export, sources
 
-    export.export(export.diffusers_source(checkpoint_folder), exports / "tiny", export_spec())
+    export.export(sources.diffusers_source(checkpoint_folder), exports / "tiny", export_spec())
     return exports / "tiny"
 
 
@@ -231,10 +231,10 @@ def single_export(exports, checkpoint_folder, run_command) -> Path:
 @pytest.fixture(scope="session")
 def bfloat16_export(exports, checkpoint_folder, export_spec) -> Path:
     """1 prompt x 1 image, weights in bfloat16."""
-    from pipeline import export
+    from pipeline import export, sources
 
     spec = export_spec(prompts=1, images_per_prompt=1, dtype="bfloat16")
-    export.export(export.diffusers_source(checkpoint_folder), exports / "bfloat16", spec)
+    export.export(sources.diffusers_source(checkpoint_folder), exports / "bfloat16", spec)
     return exports / "bfloat16"
 
 

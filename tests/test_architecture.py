@@ -22,7 +22,7 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
 }
 # The only doors into the networks; everything else sees models.config alone.
-USERS_OF_MODELS = {"pipeline.export"}
+USERS_OF_MODELS = {"pipeline.export", "pipeline.sources"}
 OPTIONAL = {"torch", "transformers", "diffusers", "keras_cv", "keras_hub", "flax", "jax", "matplotlib", "safetensors"}
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import serialize_savedmodels
 from models import text_encoder, unet
 from models.config import InputError
-from pipeline import export, generate, load, manifest, pictures, publish, tokenizer
+from pipeline import export, generate, load, manifest, pictures, publish, sources, tokenizer
 
 VECTORS = np.random.default_rng(3).standard_normal((2, 32)).astype("float32")
 # Modules of the tiny checkpoint: file of weights, name, kohya's stem, shape.
@@ -51,7 +51,7 @@ def options(files):
 @pytest.fixture(scope="module")
 def customised(exports, checkpoint_folder, export_spec, options):
     spec = export_spec(prompts=1, images_per_prompt=1)
-    export.export(export.diffusers_source(checkpoint_folder, **options), exports / "customised", spec)
+    export.export(sources.diffusers_source(checkpoint_folder, **options), exports / "customised", spec)
     return exports / "customised"
 
 
@@ -88,18 +88,18 @@ def test_manifest_and_tokenizer_say_what_was_added(customised, files):
 
 
 def test_a_plain_source_adds_nothing(checkpoint_folder, customised):
-    source = export.diffusers_source(checkpoint_folder)
+    source = sources.diffusers_source(checkpoint_folder)
     assert source.loras == source.embeddings == () and source.config.text_encoder.vocab_size == 49408
     plain = dataclasses.replace(manifest.read(customised), loras=(), embeddings=())
     assert re.search("weights .*", manifest.describe(plain))[0].endswith("float32")
 
 
 def test_weights_equal_the_checkpoint_changed_by_hand(checkpoint_folder, by_hand, options):
-    sources = [export.diffusers_source(checkpoint_folder, **options), export.diffusers_source(by_hand)]
-    assert sources[0].config == sources[1].config
+    both = [sources.diffusers_source(checkpoint_folder, **options), sources.diffusers_source(by_hand)]
+    assert both[0].config == both[1].config
     for component, build in (("text_encoder", text_encoder.TextEncoder), ("unet", unet.UNet)):
-        mine, expected = (build(getattr(source.config, component)) for source in sources)
-        for source, network in zip(sources, (mine, expected), strict=True):
+        mine, expected = (build(getattr(source.config, component)) for source in both)
+        for source, network in zip(both, (mine, expected), strict=True):
             source.fill(component, [network])
         for a, b in zip(mine.variables, expected.variables, strict=True):
             np.testing.assert_array_equal(a.value, b.value, err_msg=a.path)
@@ -107,7 +107,7 @@ def test_weights_equal_the_checkpoint_changed_by_hand(checkpoint_folder, by_hand
 
 def test_prompts_reach_the_new_rows(customised, by_hand):
     """The whole chain, and old clients' serving_default, against the encoder of the changed checkpoint."""
-    source = export.diffusers_source(by_hand)
+    source = sources.diffusers_source(by_hand)
     network = text_encoder.TextEncoder(source.config.text_encoder)
     source.fill("text_encoder", [network])
     ids = tokenizer.load(customised / "tokenizer").encode_batch(["a <cat-x> on it"])[0]
@@ -156,7 +156,7 @@ def test_bad_input_ends_before_anything_is_built(checkpoint_folder, files, optio
     save_file({"<w>": np.zeros((1, 768), "float32")}, files / "wide.safetensors")
     given = {kind: [str(files / option) for option in values] for kind, values in options.items()}
     with pytest.raises(InputError, match=message):
-        export.diffusers_source(checkpoint_folder, **given)
+        sources.diffusers_source(checkpoint_folder, **given)
 
 
 def test_flags(checkpoint_folder, options):

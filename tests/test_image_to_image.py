@@ -13,7 +13,7 @@ from PIL import Image
 
 from models import endpoints
 from models.config import FAMILIES, ExportSpec, InputError, Size
-from pipeline import export, generate, images, load, manifest, noise, samplers, settings
+from pipeline import export, generate, images, load, manifest, noise, samplers, settings, sources
 from pipeline.solvers import ROW, STATE
 
 ROOT = Path(__file__).parents[1]
@@ -155,7 +155,7 @@ def test_versions_of_an_export_with_an_image_encoder(tiny_sd1_export, tmp_path, 
 
     monkeypatch.setattr(export, "_save_part", save_part)
     monkeypatch.setattr(export, "_reload", lambda folder, live: ())
-    source, spec = export.diffusers_source(TINY), manifest.read(tiny_sd1_export).spec
+    source, spec = sources.diffusers_source(TINY), manifest.read(tiny_sd1_export).spec
     for _ in range(2):
         export.export(source, tmp_path / "out", spec, image_encoder=True)
     orphan = tmp_path / "out" / "image_encoder" / "3"

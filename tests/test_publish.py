@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from models import endpoints
 from models.config import InputError
-from pipeline import export, manifest, publish, samplers
+from pipeline import export, manifest, publish, samplers, sources
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def source(checkpoint_folder):
-    return export.diffusers_source(checkpoint_folder)
+    return sources.diffusers_source(checkpoint_folder)
 
 
 @pytest.fixture
@@ -201,8 +201,8 @@ def test_a_killed_export_leaves_nothing_that_loads(no_tensorflow, source, checkp
 import dataclasses, time
 from pathlib import Path
 from models.config import ExportSpec
-from pipeline import export
-source = export.diffusers_source(Path({str(checkpoint_folder)!r}))
+from pipeline import export, sources
+source = sources.diffusers_source(Path({str(checkpoint_folder)!r}))
 def slow(component, layers):
     if component == "unet":
         print("READY", flush=True)

@@ -52,9 +52,9 @@ def test_every_sampler_draws_what_diffusers_pipeline_draws():
     import tensorflow as tf
 
     from models import loop, unet
-    from pipeline import export
+    from pipeline import sources
 
-    source = export.diffusers_source(ROOT / "checkpoints" / "emoji")
+    source = sources.diffusers_source(ROOT / "checkpoints" / "emoji")
     model = unet.UNet(source.config.unet)
     source.fill("unet", [model])
     seeds, n = [int(GOLDENS["pipeline_seed"])], int(GOLDENS["pipeline_steps"])

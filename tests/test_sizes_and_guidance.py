@@ -14,10 +14,10 @@ OTHER = Size(width=20, height=12)
 @pytest.fixture(scope="module")
 def sized_export(exports, checkpoint_folder, export_spec):
     """1 prompt x 2 images of two blocks, at 14x18 and at 20x12."""
-    from pipeline import export
+    from pipeline import export, sources
 
     spec = export_spec(prompts=1, more_sizes=(OTHER,), prompt_chunks=2)
-    export.export(export.diffusers_source(checkpoint_folder), exports / "sized", spec)
+    export.export(sources.diffusers_source(checkpoint_folder), exports / "sized", spec)
     return exports / "sized"
 
 
