@@ -13,7 +13,9 @@ from pipeline import cli
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("checkpoint", "checkpoints/emoji", "Checkpoint to export: a folder in diffusers' layout.")
+flags.DEFINE_string(
+    "checkpoint", "checkpoints/emoji", "Checkpoint to export: a folder in diffusers' layout, or org/name[@revision]."
+)
 flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
 flags.DEFINE_integer("height", None, "Height of the pictures in pixels. Default: the checkpoint's own size.")
 flags.DEFINE_integer("width", None, "Width of the pictures in pixels. Default: the checkpoint's own size.")
@@ -39,11 +41,11 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; the checkpoint goes into --checkpoint")
     cli.import_tensorflow()
-    from pipeline import export, load, sources
+    from pipeline import export, load, locate, sources
 
     jit_components = tuple(FLAGS.jit_components) if FLAGS.jit_compile else ()
     load.check_jit_components(jit_components)
-    source = find_source(sources)
+    source = find_source(sources, locate)
     first, *more = find_sizes(source.config.default_size)
     spec = ExportSpec(
         height=first.height,
@@ -82,10 +84,11 @@ def find_sizes(default: int) -> list[Size]:
     return [Size(int(match[1]), int(match[2])) for match in found]
 
 
-def find_source(sources):
+def find_source(sources, locate):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
-        return sources.diffusers_source(Path(FLAGS.checkpoint), FLAGS.variant, FLAGS.lora, FLAGS.embedding)
+        folder, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant)
+        return sources.diffusers_source(folder, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name)
     if FLAGS.lora or FLAGS.embedding:
         raise InputError("--lora and --embedding go into a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"

@@ -26,13 +26,18 @@ class Source:
 
 
 def diffusers_source(
-    folder: Path, variant: str | None = None, loras: Sequence[str] = (), embeddings: Sequence[str] = ()
+    folder: Path,
+    variant: str | None = None,
+    loras: Sequence[str] = (),
+    embeddings: Sequence[str] = (),
+    name: str | None = None,
 ) -> Source:
     """A checkpoint in diffusers' folder layout.
 
     Args:
         loras: FILE or FILE:WEIGHT each, merged into the weights in this order.
         embeddings: FILE or FILE:TOKEN each, textual inversion that prompts can use as TOKEN.
+        name: what the checkpoint is called; None takes the folder's name.
 
     Raises:
         InputError: no such checkpoint, or files that do not fit it.
@@ -53,7 +58,8 @@ def diffusers_source(
         return checkpoint.load(layers, tensors[component], keymaps.DIFFUSERS[component], str(folder / component))
 
     used = tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged)
-    return Source(folder.resolve().name, config, folder / "tokenizer", fill, used, tuple(added))
+    name = name or folder.resolve().name
+    return Source(name, config, folder / "tokenizer", fill, used, tuple(added))
 
 
 def _with_tokens(config: ModelConfig, folder: Path, added: list[embedding.Embedding]):

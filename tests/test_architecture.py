@@ -20,9 +20,10 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
+    *("models.files", "pipeline.hub", "pipeline.locate"),
 }
 # The only doors into the networks; everything else sees models.config alone.
-USERS_OF_MODELS = {"pipeline.export", "pipeline.sources"}
+USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate"}
 OPTIONAL = {"torch", "transformers", "diffusers", "keras_cv", "keras_hub", "flax", "jax", "matplotlib", "safetensors"}
 
 
