@@ -6,6 +6,7 @@ the memory of the model and of one tensor, never of the file.
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from models import keymaps
 from models.config import InputError
 
-# safetensors' names; 8-byte and integer types appear in checkpoints only on ignored tensors (position_ids).
+# safetensors' names; integer types appear in checkpoints only on ignored tensors (position_ids).
 DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -31,7 +32,11 @@ DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+UNREAD_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "C64")
+# What a file may make us hold before any of it is believed; the largest known checkpoint has 5,000 tensors.
 MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 20_000
+MAX_AXES = 8
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 
 
@@ -64,7 +69,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 fail(f"header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+            header = json.loads(file.read(length), object_pairs_hook=_entries(MAX_TENSORS))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -78,28 +83,50 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     tensors, spans = {}, []
     for name, entry in header.items():
         try:
-            dtype = np.dtype(DTYPES[entry["dtype"]])
-            shape = tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            dtype = None
-        if dtype is None or not all(type(n) is int for n in (*shape, begin, end)):
-            fail(f"tensor {name!r} has the entry {str(entry)[:100]}")
-        count = 1
-        for n in shape:
-            count *= n
-        if min((0, *shape)) < 0 or end - begin != count * dtype.itemsize:
-            fail(f"tensor {name!r} of shape {list(shape)} and type {entry['dtype']} spans {end - begin} bytes")
+            shape, dtype, begin, end = _parse_entry(entry)
+        except ValueError as error:
+            fail(f"tensor {_short(name)} {error}")
         spans.append((begin, end, name))
         tensors[name] = Tensor(shape, dtype, _reader(path, 8 + length + begin, shape, dtype))
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:
-            fail(f"tensor {name!r} starts at byte {begin}, expected {position}")
+            fail(f"tensor {_short(name)} starts at byte {_short(begin)}, expected {position}")
         position = end
     if 8 + length + position != size:
         fail(f"expected {8 + length + position} bytes, found {size}; it may be truncated")
     return tensors
+
+
+def _parse_entry(entry) -> tuple[tuple[int, ...], np.dtype, int, int]:
+    """Shape, dtype, first byte and end of one tensor; ValueError says what is wrong with its entry."""
+    try:
+        name, shape = entry["dtype"], entry["shape"]
+        begin, end = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"has the entry {_short(entry)}") from error
+    if name in UNREAD_DTYPES:
+        raise ValueError(f"is of type {name}, which is not supported; get the file in float16, bfloat16 or float32")
+    if not isinstance(name, str) or name not in DTYPES or not isinstance(shape, list) or len(shape) > MAX_AXES:
+        raise ValueError(f"has the entry {_short(entry)}")
+    if not all(type(n) is int for n in (*shape, begin, end)):
+        raise ValueError(f"has the entry {_short(entry)}")
+    dtype, count = np.dtype(DTYPES[name]), math.prod(shape)
+    if min((0, *shape)) < 0 or end - begin != count * dtype.itemsize:
+        raise ValueError(f"of shape {_short(shape)} and type {name} spans {_short(end - begin)} bytes")
+    return tuple(shape), dtype, begin, end
+
+
+def _short(value, most: int = 100) -> str:
+    """A value in a message; what a file says may be megabytes long."""
+    if isinstance(value, list | dict | str):
+        # Cut before it is printed.
+        value = value[:most] if not isinstance(value, dict) else {k: v for k, v in list(value.items())[:8]}
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -145,11 +172,22 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) ->
     return read
 
 
-def _no_duplicates(pairs):
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("duplicate keys")
-    return result
+def _entries(most: int) -> Callable[[list], dict]:
+    """A hook for JSON that refuses a key given twice, and objects without end while they are being parsed."""
+    count = 0
+
+    def hook(pairs: list) -> dict:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise ValueError(f"it describes more than {most} tensors")
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"duplicate keys: {_short(next(key for key in result if keys.count(key) > 1))}")
+        return result
+
+    return hook
 
 
 def read_kerascv(variables: Sequence, component: str) -> dict[str, Tensor]:
@@ -204,7 +242,7 @@ def _plan(variables: Mapping, source: Source, keymap: keymaps.KeyMap):
     prefix = keymap.optional_prefix
     prefixed = [key for key in source if prefix and key.startswith(prefix)]
     plan, ignored = {}, []
-    unused, doubled, shapes = [], [], []
+    unused, doubled, shapes, types = [], [], [], []
     for key, tensor in source.items():
         # A name without the prefix beside names with it is unknown, not a second spelling.
         bare = key[len(prefix) :] if prefixed and key.startswith(prefix) else None if prefixed else key
@@ -220,11 +258,14 @@ def _plan(variables: Mapping, source: Source, keymap: keymaps.KeyMap):
         shape = _transformed_shape(tensor.shape, transform)
         if name in plan:
             doubled.append(f"{key} and {plan[name][0]}")
-        elif shape != expected or tensor.dtype.kind not in "fV":
+        elif tensor.dtype.kind not in "fV":
+            types.append(f"{key} is {tensor.dtype}")
+        elif shape != expected:
             shapes.append(f"{key} is {tensor.dtype} {list(tensor.shape)}, expected to fill {list(expected)}")
         plan[name] = (key, transform)
     missing = sorted(set(variables) - set(plan))
     lists = {"unused": unused, "missing": missing, "assigned twice": doubled, "wrong shape": shapes}
+    lists["no floating-point numbers"] = types
     problems = [f"{len(names)} {what}: {some(names)}" for what, names in lists.items() if names]
     return plan, ignored, problems
 
