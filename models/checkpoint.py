@@ -119,14 +119,17 @@ def _parse_entry(entry) -> tuple[tuple[int, ...], np.dtype, int, int]:
 
 def _short(value, most: int = 100) -> str:
     """A value in a message; what a file says may be megabytes long."""
-    if isinstance(value, list | dict | str):
-        # Cut before it is printed.
-        value = value[:most] if not isinstance(value, dict) else {k: v for k, v in list(value.items())[:8]}
+    if isinstance(value, dict):
+        value = {key[:most]: _cut(item, most) for key, item in list(value.items())[:most]}
     try:
-        text = repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
+        text = repr(_cut(value, most))
+    except (ValueError, RecursionError):
+        return "something that cannot be printed"
     return text if len(text) <= most else text[:most] + "..."
+
+
+def _cut(value, most: int):
+    return value[:most] if isinstance(value, list | str) else value
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -179,12 +182,13 @@ def _entries(most: int) -> Callable[[list], dict]:
     def hook(pairs: list) -> dict:
         nonlocal count
         count += 1
-        if count > most:
+        if max(count, len(pairs)) > most:
             raise ValueError(f"it describes more than {most} tensors")
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"duplicate keys: {_short(next(key for key in result if keys.count(key) > 1))}")
+        result = {}
+        for key, value in pairs:
+            if key in result:
+                raise ValueError(f"duplicate keys: {_short(key)}")
+            result[key] = value
         return result
 
     return hook
