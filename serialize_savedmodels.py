@@ -28,6 +28,7 @@ flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can mak
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
 flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
 flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get twins: of text_encoder, unet, decoder.")
+flags.DEFINE_bool("warmup_xla", False, "Warm-up records for the twins too: only for servers started with XLA.")
 flags.DEFINE_integer("version", None, "Version of the export. Default: the highest existing one + 1.")
 flags.DEFINE_string("variant", None, "Prefer weight files of this variant, e.g. fp16. Default: the plain files.")
 flags.DEFINE_multi_string("lora", [], "LoRA to merge into the weights: FILE.safetensors or FILE.safetensors:WEIGHT.")
@@ -58,7 +59,9 @@ def main(argv):
         more_sizes=tuple(more),
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
-    manifest = export.export(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder)
+    manifest = export.export(
+        *(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder, FLAGS.warmup_xla)
+    )
     print(
         f"exported {manifest.folder} version {manifest.version}; see what it can do: "
         f"python -m pipeline.manifest {output_dir}"

@@ -24,6 +24,7 @@ from models.config import ExportSpec, InputError, ModelConfig, default_sampler
 from pipeline import manifest, publish, samplers, schedules, tokenizer
 from pipeline.compare import Difference, compare
 from pipeline.manifest import Manifest, Signature
+from pipeline.serving import warmup
 from pipeline.sources import Source
 
 # What users name -> part.
@@ -43,6 +44,7 @@ def export(
     jit_components: tuple[str, ...] = (),
     version: int | None = None,
     image_encoder: bool = False,
+    warmup_xla: bool = False,
 ) -> Manifest:
     """Write one version of an export.
 
@@ -51,6 +53,7 @@ def export(
         jit_components: names of COMPONENTS that also get XLA twins, `denoise_xla` and so on.
         version: None takes the highest existing one + 1.
         image_encoder: also write the autoencoder's other half, which image to image needs.
+        warmup_xla: warm-up records for the XLA twins too; a server without XLA then refuses to load the export.
 
     Returns:
         The manifest, as a reader would get it.
@@ -74,7 +77,7 @@ def export(
         with publish.lock(output_dir), publish.workspace(output_dir) as work:
             version = publish.next_version(output_dir, version)
             parts = _parts(source, spec, empty_tokens) | (_image_encoder(source, spec) if image_encoder else {})
-            result = _write(source, work, spec, jit_components, version, parts)
+            result = _write(source, work, spec, jit_components, version, parts, warmup_xla)
             publish.publish(work, output_dir, result)
     except (
         OSError,
@@ -103,7 +106,9 @@ def _check_vocabulary(source: Source, empty_tokens: np.ndarray) -> None:
         raise InputError(f"{source.tokenizer}: makes token id {highest}, but the text encoder has {rows} ids")
 
 
-def _write(source, work: Path, spec, jit_components, version: int, parts: dict[str, Callable]) -> Manifest:
+def _write(
+    source, work: Path, spec, jit_components, version: int, parts: dict[str, Callable], warmup_xla: bool
+) -> Manifest:
     (work / "tokenizer").mkdir()
     for name in TOKENIZER_FILES:
         if (source.tokenizer / name).exists():
@@ -113,10 +118,11 @@ def _write(source, work: Path, spec, jit_components, version: int, parts: dict[s
         (work / "tokenizer" / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
     jit_parts = {COMPONENTS[name] for name in jit_components}
     signatures, differences, twins = {}, {}, []
+    export_id = uuid.uuid4().hex
     for part, build in parts.items():
         jit = part in jit_parts
         folder = work / part / str(version)
-        signatures[part], live = _save_part(build, folder, source.config, jit)
+        signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
         for name, before, after in _reload(folder, live):
             difference = compare(before, after)
             differences[f"{part}/{name}"] = difference
@@ -125,7 +131,7 @@ def _write(source, work: Path, spec, jit_components, version: int, parts: dict[s
     files = {str(p.relative_to(work)): manifest.sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
     result = Manifest(
         format=manifest.FORMAT,
-        export_id=uuid.uuid4().hex,
+        export_id=export_id,
         version=version,
         checkpoint=source.name,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -199,7 +205,7 @@ def _share(function):
     return tf.function(function, autograph=False)
 
 
-def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool):
+def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, warmup_xla: bool, export_id: str):
     """Save one part and run it live: ({signature name: Signature}, [(name, inputs, outputs)]).
 
     Everything that holds weights is local to this function, so that they are freed when it returns.
@@ -217,11 +223,17 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool):
     print(f"{folder.parent.name}: saving {', '.join(functions)}", flush=True)
     # Gradients through an export are of no use, and tracing them takes time.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-    tf.saved_model.save(module, str(folder), signatures=functions, options=options)
+    # A server shows the names of its signatures: that is how a client knows which export it talks to.
+    identity = tf.function(lambda: {"export_id": tf.constant(export_id)}, autograph=False).get_concrete_function()
+    every = {**functions, f"{manifest.ID_SIGNATURE}{export_id}": identity}
+    tf.saved_model.save(module, str(folder), signatures=every, options=options)
+    examples = {e.name: _example(e, config) for e in made}
+    twins = {f"{name}_xla": value for name, value in examples.items() if f"{name}_xla" in functions}
+    warmup.write(folder, examples | twins if warmup_xla else examples)
     live = []
     for endpoint in made:
         if endpoint.name != "serving_default" and not endpoint.png:
-            inputs = _example(endpoint, config)
+            inputs = examples[endpoint.name]
             outputs = {k: v.numpy() for k, v in functions[endpoint.name](**_tensors(inputs)).items()}
             live.append((endpoint.name, inputs, outputs))
     return described, live
@@ -257,7 +269,7 @@ def _assertions(checks: list[tuple]) -> list:
 
 
 def _example(endpoint: endpoints.Endpoint, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Inputs to compare two runs of an endpoint: normal noise, random tokens, one row of a real steps table."""
+    """Inputs to compare two runs of an endpoint, and to warm it up: noise, random tokens, one row of a steps table."""
     random = np.random.default_rng(0)
     inputs = {}
     for spec in endpoint.inputs:
@@ -271,7 +283,8 @@ def _example(endpoint: endpoints.Endpoint, config: ModelConfig) -> dict[str, np.
             inputs[spec.name] = np.ones(shape, spec.dtype)
         elif spec.name == "steps":
             inputs[spec.name] = samplers.steps_table("ddim", config.scheduler, 1, shape[0])[1]
-    replaced = {"first_step": np.int32(0), "last_step": np.int32(1)}
+    replaced = {"first_step": np.int32(0), "last_step": np.int32(1), "num_steps": np.int32(1)}
+    replaced["unconditional_guidance_scale"] = np.float32(7.5)
     for name in ("guidance_scale", "timestep"):
         if name in inputs:
             replaced[name] = np.full_like(inputs[name], {"guidance_scale": 7.5, "timestep": 500.0}[name])

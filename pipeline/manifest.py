@@ -31,6 +31,9 @@ CHAIN = {
 }
 # Functions beside the chain, in parts that an export may have.
 OPTIONAL = {"encode_image": "image_encoder"}
+# Every SavedModel also has a signature of this name and the export's id, which is not in the manifest's list: the
+# names of signatures are what any server tells its clients.
+ID_SIGNATURE = "export_id_"
 
 
 def chain_signature(spec: ExportSpec, name: str, size: Size) -> tuple[str, str]:
