@@ -227,10 +227,10 @@ def load(layers: Sequence, source: Source, keymap: keymaps.KeyMap, where: str) -
             first tensor that is not finite in the variable's dtype.
     """
     variables = {v.path.replace("/", "."): v for layer in layers for v in layer.variables}
-    plan, ignored, problems = _plan(variables, source, keymap)
+    assignments, ignored, problems = plan(variables, source, keymap)
     if problems:
         raise InputError(f"{where}: " + "; ".join(problems))
-    progress = tqdm(plan.items(), desc=f"load {where}", unit="tensor", delay=2, leave=False)
+    progress = tqdm(assignments.items(), desc=f"load {where}", unit="tensor", delay=2, leave=False)
     for name, (key, transform) in progress:
         array, variable = source[key].read(), variables[name]
         with np.errstate(over="ignore"):
@@ -241,11 +241,20 @@ def load(layers: Sequence, source: Source, keymap: keymaps.KeyMap, where: str) -
     return ignored
 
 
-def _plan(variables: Mapping, source: Source, keymap: keymaps.KeyMap):
-    """Match source names to variables: ({our name: (source name, transform)}, ignored names, problems)."""
+def plan(
+    variables: Mapping, source: Source, keymap: keymaps.KeyMap
+) -> tuple[dict[str, tuple[str, str]], list[str], list[str]]:
+    """Match a source's names to variables, by names and shapes alone.
+
+    Args:
+        variables: LAYER.VARIABLE -> anything with a shape.
+
+    Returns:
+        ({our name: (source name, transform)}, names that were ignored, problems).
+    """
     prefix = keymap.optional_prefix
     prefixed = [key for key in source if prefix and key.startswith(prefix)]
-    plan, ignored = {}, []
+    assignments, ignored = {}, []
     unused, doubled, shapes, types = [], [], [], []
     for key, tensor in source.items():
         # A name without the prefix beside names with it is unknown, not a second spelling.
@@ -260,18 +269,18 @@ def _plan(variables: Mapping, source: Source, keymap: keymaps.KeyMap):
         name, transform = found
         expected = tuple(variables[name].shape)
         shape = _transformed_shape(tensor.shape, transform)
-        if name in plan:
-            doubled.append(f"{key} and {plan[name][0]}")
+        if name in assignments:
+            doubled.append(f"{key} and {assignments[name][0]}")
         elif tensor.dtype.kind not in "fV":
             types.append(f"{key} is {tensor.dtype}")
         elif shape != expected:
             shapes.append(f"{key} is {tensor.dtype} {list(tensor.shape)}, expected to fill {list(expected)}")
-        plan[name] = (key, transform)
-    missing = sorted(set(variables) - set(plan))
+        assignments[name] = (key, transform)
+    missing = sorted(set(variables) - set(assignments))
     lists = {"unused": unused, "missing": missing, "assigned twice": doubled, "wrong shape": shapes}
     lists["no floating-point numbers"] = types
     problems = [f"{len(names)} {what}: {some(names)}" for what, names in lists.items() if names]
-    return plan, ignored, problems
+    return assignments, ignored, problems
 
 
 def _dense(array: np.ndarray) -> np.ndarray:
