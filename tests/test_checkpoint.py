@@ -3,7 +3,11 @@
 import json
 import os
 import pickle
+import re
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from safetensors.numpy import save_file
 
 from models import checkpoint, diffusers, keymaps, layers
 from models.config import InputError
+
+ROOT = Path(__file__).parents[1]
 
 
 def raw(header, data=b"") -> bytes:
@@ -69,7 +75,7 @@ DAMAGED = {
     "not an object": (raw([1, 2]), "header is not a JSON object"),
     "the same name twice": (
         raw(b'{"x": %b, "x": %b}' % ((json.dumps(F32["x"]).encode(),) * 2), bytes(8)),
-        "duplicate keys",
+        "duplicate keys: 'x'",
     ),
     "overlap": (raw({"x": entry("F32", [2], 0, 8), "y": entry("F32", [2], 4, 12)}, bytes(12)), "'y' starts at byte 4"),
     "hole": (raw({"x": entry("F32", [2], 0, 8), "y": entry("F32", [1], 12, 16)}, bytes(16)), "starts at byte 12, exp"),
@@ -77,7 +83,16 @@ DAMAGED = {
     "backwards": (raw({"x": entry("F32", [2], 8, 0)}, bytes(8)), "spans -8 bytes"),
     "wrong size": (raw({"x": entry("F32", [3], 0, 8)}, bytes(8)), r"'x' of shape \[3\] and type F32 spans 8 bytes"),
     "negative shape": (raw({"x": entry("F32", [-1, -2], 0, 8)}, bytes(8)), r"shape \[-1, -2\]"),
-    "unknown type": (raw({"x": entry("F8_E4M3", [8], 0, 8)}, bytes(8)), "'x' has the entry .*F8_E4M3"),
+    "unknown type": (raw({"x": entry("Q4_K", [8], 0, 8)}, bytes(8)), "'x' has the entry .*Q4_K"),
+    "type is no name": (raw({"x": entry(["F32"], [2], 0, 8)}, bytes(8)), r"'x' has the entry .*\['F32'\]"),
+    "float8": (
+        raw({"x": entry("F8_E4M3", [8], 0, 8)}, bytes(8)),
+        "'x' is of type F8_E4M3, which is not supported; get",
+    ),
+    "offsets of 20 digits": (raw({"x": entry("F32", [2], 10**19, 10**19 + 8)}, bytes(8)), "starts at byte 10000000000"),
+    "shape whose product overflows": (raw({"x": entry("F32", [2**62, 4, 2**62], 0, 8)}, bytes(8)), "spans 8 bytes"),
+    "offsets are no numbers": (raw({"x": entry("F32", [2], True, 8)}, bytes(8)), "'x' has the entry"),
+    "three offsets": (raw({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, bytes(8)), "has the entry"),
     "no offsets": (raw({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)), "'x' has the entry"),
     "entry is a list": (raw({"x": [1]}), "'x' has the entry"),
     "infinite shape": (
@@ -87,6 +102,62 @@ DAMAGED = {
     "fractional shape": (raw({"x": entry("F32", [2.5], 0, 8)}, bytes(8)), "'x' has the entry"),
     "shape is text": (raw({"x": entry("F32", "2", 0, 8)}, bytes(8)), "'x' has the entry"),
 }
+
+
+def many(count: int, one: bytes, separator: bytes = b", ") -> bytes:
+    return separator.join([one] * count)
+
+
+# Files made to be held in memory or printed at length.
+HOSTILE = {
+    "100,000 tensors": (
+        lambda: raw({f"x{i}": entry("U8", [0], 0, 0) for i in range(100_000)}),
+        "describes more than 20000 tensors",
+    ),
+    "100,000 numbers": (lambda: raw({f"x{i}": i for i in range(100_000)}), "describes more than 20000 tensors"),
+    "a name of 15 MB": (lambda: raw({"x" * (15 << 20): 1}), r"tensor 'x{99}\.\.\. has the entry 1$"),
+    "a shape of 5,000,000 axes": (
+        lambda: raw(b'{"x": {"dtype": "F32", "shape": [%b], "data_offsets": [0, 4]}}' % many(5_000_000, b"1")),
+        "'x' has the entry .*shape",
+    ),
+    "a number of 4,000 digits": (
+        lambda: raw(b'{"x": {"dtype": "F32", "shape": [%b], "data_offsets": [0, 4]}}' % (b"9" * 4000)),
+        r"of shape \[9{99}\.\.\. and type F32 spans 4 bytes",
+    ),
+    "a number of a million digits": (lambda: raw(b'{"x": %b}' % (b"9" * 1_000_000)), "header is not JSON"),
+    "deep in one entry": (
+        lambda: raw(b'{"x": {"dtype": "F32", "shape": [%b%b], "data_offsets": [0, 4]}}' % (b"[" * 900, b"]" * 900)),
+        "'x' has the entry",
+    ),
+    "16 MB of nothing": (lambda: struct.pack("<Q", 17 << 20) + bytes(18 << 20), "header of 17825792 bytes"),
+}
+
+
+READ_ALL = """
+import resource, sys
+from pathlib import Path
+from models import checkpoint, config
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (160 << 20),) * 2)
+for path in sys.argv[1:]:
+    try:
+        checkpoint.read_safetensors(Path(path))
+        print()
+    except config.InputError as error:
+        print(error)
+"""
+
+
+def test_hostile_files_need_little_memory_and_one_line(tmp_path):
+    """A header may be 16 MB, and be there as bytes, as text and as numbers of 8 bytes each: 160 MB are enough."""
+    paths = [tmp_path / f"{i}.safetensors" for i in range(len(HOSTILE))]
+    for path, (make, _) in zip(paths, HOSTILE.values(), strict=True):
+        path.write_bytes(make())
+    command = [sys.executable, "-c", READ_ALL, *map(str, paths)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == len(HOSTILE), run.stderr
+    for path, line, (case, (_, message)) in zip(paths, run.stdout.splitlines(), HOSTILE.items(), strict=True):
+        assert re.search(message, line) and len(line) < len(str(path)) + 300, case
 
 
 @pytest.mark.parametrize("case", DAMAGED)
@@ -310,8 +381,16 @@ def test_weights_that_overflow_the_type_they_are_stored_in():
         checkpoint.load(made, source(arrays), keymaps.DIFFUSERS["vae"], "here")
 
 
-def test_integers_are_no_weights():
+def test_weights_of_8_bytes_are_rounded_once():
     made, arrays = toy()
-    arrays["decoder.conv_in.bias"] = np.zeros(5, "int32")
-    with pytest.raises(InputError, match="decoder.conv_in.bias is int32"):
+    exact = np.float64([1 + 2.0**-30, 1 + 2.0**-23, 1e-30, -1 / 3, 0.1])
+    assert checkpoint.load(made, source(arrays | {"decoder.conv_in.bias": exact}), keymaps.DIFFUSERS["vae"], "x") == []
+    np.testing.assert_array_equal(made[2].bias, exact.astype("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "bool"])
+def test_integers_are_no_weights(dtype):
+    made, arrays = toy()
+    arrays["decoder.conv_in.bias"] = np.zeros(5, dtype)
+    with pytest.raises(InputError, match=f"1 no floating-point numbers: decoder.conv_in.bias is {dtype}$"):
         checkpoint.load(made, source(arrays), keymaps.DIFFUSERS["vae"], "here")
