@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -152,8 +153,33 @@ def split_option(option: str) -> tuple[Path, str | None]:
         raise InputError(f"{option}: no such file")
     path = Path(option[:end])
     if path.suffix.lower() in PICKLES:
-        raise InputError(f"{path}: pickle files can run code and are not read; convert it to .safetensors")
+        raise refused_pickle(path)
     return path, option[end + 1 :] if end < len(option) else None
+
+
+# Run where PyTorch and safetensors are installed: python -c PROGRAM FILE.ckpt FILE.safetensors
+CONVERT = (
+    "import sys, torch, safetensors.torch as s; "
+    'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); d = d.get("state_dict", d); '
+    "s.save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in d.items() if torch.is_tensor(v)}, "
+    "sys.argv[2])"
+)
+
+
+def refused_pickle(path: Path, or_allow: bool = False) -> InputError:
+    """The error for a pickle: why it is not read, and the command that makes a .safetensors file of it.
+
+    Args:
+        or_allow: the caller would read it, had it been told to by --allow_pickle.
+    """
+    # transformers calls its pickles otherwise than its safetensors files.
+    stem = path.stem.replace("pytorch_model", "model") if path.stem.startswith("pytorch_model") else path.stem
+    files = f"{shlex.quote(str(path))} {shlex.quote(str(path.with_name(stem + '.safetensors')))}"
+    allow = "pass --allow_pickle, or " if or_allow else ""
+    return InputError(
+        f"{path}: pickle files can run code and are not read; {allow}convert it where PyTorch and safetensors are "
+        f"installed: python -c '{CONVERT}' {files}"
+    )
 
 
 def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], np.ndarray]:
