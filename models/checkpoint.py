@@ -284,7 +284,9 @@ def plan(
     unused, doubled, shapes, types = [], [], [], []
     for key, tensor in source.items():
         # A name without the prefix beside names with it is unknown, not a second spelling.
-        bare = key[len(prefix) :] if prefixed and key.startswith(prefix) else None if prefixed else key
+        bare = key
+        if prefixed and not any(re.fullmatch(pattern, key) for pattern in keymap.beside_prefix):
+            bare = key[len(prefix) :] if key.startswith(prefix) else None
         if bare is not None and any(re.fullmatch(pattern, bare) for pattern in keymap.ignored):
             ignored.append(key)
             continue

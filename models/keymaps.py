@@ -34,6 +34,7 @@ class KeyMap:
     rules: list[Rule]
     ignored: tuple[str, ...] = ()  # patterns of names that carry no weights; they are reported
     optional_prefix: str = ""  # on every name or on none
+    beside_prefix: tuple[str, ...] = ()  # patterns of names that never have it
 
 
 DIFFUSERS: dict[str, KeyMap] = {
@@ -47,6 +48,7 @@ DIFFUSERS: dict[str, KeyMap] = {
         ignored=(r"embeddings\.position_ids",),
         # transformers 5 dropped it in memory and, in some files, on disk.
         optional_prefix="text_model.",
+        beside_prefix=(r"text_projection\.weight",),
     ),
     "unet": KeyMap(
         rules=[
