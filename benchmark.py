@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from models.config import FAMILIES, InputError, Size, kerascv_numerics
+from models.config import InputError, Size
+from models.families import FAMILIES, kerascv_numerics
 from pipeline import cli, generate, kerascv, manifest, noise, report, samplers, timing, tokenizer
 
 FLAGS = flags.FLAGS
@@ -207,12 +208,12 @@ def load_export(row: dict):
 def picture(functions: manifest.Functions, row: dict):
     """What `pipeline.generate` does for one full call of an export, as a function of `lap`; always the same call."""
     chosen = generate.Settings(**row["settings"])
-    encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
+    encoders = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     prompts = [row["prompt"]] * functions.manifest.spec.prompts
     seeds = noise.image_seeds(row["seed"], functions.manifest.spec.num_images)
 
     def draw(lap):
-        contexts = generate.encode(functions, encoder, prompts, [None] * len(prompts))
+        contexts = generate.encode(functions, encoders, prompts, [None] * len(prompts))
         for context in contexts.values():
             np.asarray(context)  # waits until it is there
         lap("text_encoder")

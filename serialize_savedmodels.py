@@ -8,7 +8,8 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import DTYPES, FAMILIES, ExportSpec, InputError, Size
+from models.config import DTYPES, ExportSpec, InputError, Size
+from models.families import FAMILIES
 from pipeline import cli
 
 FLAGS = flags.FLAGS

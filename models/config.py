@@ -1,7 +1,7 @@
 """Sizes and settings of a Stable Diffusion model, as plain data.
 
 Frozen dataclasses without defaults: families differ in every field, and a forgotten one must fail
-instead of quietly describing another model. `FAMILIES` spells the known families out;
+instead of quietly describing another model. `models.families` spells the known families out;
 `models.diffusers` reads any checkpoint's own `config.json` files. No TensorFlow, no Keras.
 """
 
@@ -26,6 +26,21 @@ class TextEncoderConfig:
     num_attention_heads: int
     hidden_act: str  # "quick_gelu" (x * sigmoid(1.702 x)) or "gelu" (erf)
     layer_norm_eps: float
+    skipped_layers: int  # last layers that the context does not go through; 0 takes it from the last
+    context_norm: bool  # whether it goes through final_layer_norm too
+    projection_dim: int | None  # width of the pooled vector; None: the model has none
+    eos_token_id: int  # where the pooled vector is taken
+    pad_token: str | None  # what fills prompts up where the tokenizer's files do not say; None: EOS
+
+    @property
+    def context_layers(self) -> int:
+        """Layers that the context has gone through."""
+        return self.num_hidden_layers - self.skipped_layers
+
+    @property
+    def built_layers(self) -> int:
+        """Layers that anything depends on; the pooled vector comes from the last."""
+        return self.context_layers if self.projection_dim is None else self.num_hidden_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +64,10 @@ class UNetConfig:
     geglu_act: str  # "gelu" (erf) or "gelu_tanh"
     flip_sin_to_cos: bool
     freq_shift: int
+    upcast_attention: bool  # True: queries and keys are multiplied in float32 whatever the export's dtype is
+    time_cond_proj_dim: int | None  # width of the guidance embedding of a model distilled with guidance (LCM)
+    addition_time_embed_dim: int | None  # width of each of time_ids' six embeddings (Stable Diffusion XL)
+    pooled_dim: int | None  # width of the pooled text vector beside them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +107,7 @@ class SchedulerConfig:
     timestep_spacing: str | None  # "leading", "trailing" or "linspace"
     steps_offset: int | None
     set_alpha_to_one: bool | None
+    rescale_betas_zero_snr: bool  # shift the schedule to end at pure noise (arXiv:2305.08891, algorithm 1)
     final_sigmas_type: str | None  # "zero" or "sigma_min"
     sigma_schedule: str  # "uniform" (the timesteps' own noise levels), "karras" or "exponential"
     algorithm_type: str | None  # "dpmsolver++", "sde-dpmsolver++" or "deis"
@@ -112,14 +132,21 @@ class Defaults:
 class ModelConfig:
     """Everything that tells one Stable Diffusion checkpoint's architecture from another's."""
 
-    family: str  # a key of FAMILIES
-    numerics: str  # "reference" (diffusers) or "kerascv"; see `kerascv_numerics`
+    family: str  # a key of models.families.FAMILIES
+    numerics: str  # "reference" (diffusers) or "kerascv"; see `models.families`
     default_size: int  # pixels; height and width it was trained at
     text_encoder: TextEncoderConfig
+    text_encoder_2: TextEncoderConfig | None
     unet: UNetConfig
     vae: VAEConfig
     scheduler: SchedulerConfig
+    force_zeros_for_empty_prompt: bool  # True: without a negative prompt the unconditional context is zeros
     defaults: Defaults
+
+    @property
+    def text_encoders(self) -> tuple[TextEncoderConfig, ...]:
+        """One, or two whose states are joined to one context."""
+        return (self.text_encoder,) if self.text_encoder_2 is None else (self.text_encoder, self.text_encoder_2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,130 +223,6 @@ class TensorSpec:
 
 
 DTYPES = ("float32", "bfloat16")
-
-FAMILIES: dict[str, ModelConfig] = {
-    "sd1": ModelConfig(
-        family="sd1",
-        numerics="reference",
-        default_size=512,
-        text_encoder=TextEncoderConfig(
-            vocab_size=49408,
-            max_position_embeddings=77,
-            hidden_size=768,
-            intermediate_size=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            hidden_act="quick_gelu",
-            layer_norm_eps=1e-5,
-        ),
-        unet=UNetConfig(
-            in_channels=4,
-            out_channels=4,
-            block_out_channels=(320, 640, 1280, 1280),
-            layers_per_block=2,
-            transformer_layers=(1, 1, 1, 0),
-            mid_transformer_layers=1,
-            num_attention_heads=(8, 8, 8, 8),
-            cross_attention_dim=768,
-            norm_num_groups=32,
-            norm_eps=1e-5,
-            transformer_norm_eps=1e-6,
-            geglu_act="gelu",
-            flip_sin_to_cos=True,
-            freq_shift=0,
-        ),
-        vae=VAEConfig(
-            in_channels=3,
-            out_channels=3,
-            latent_channels=4,
-            block_out_channels=(128, 256, 512, 512),
-            layers_per_block=2,
-            norm_num_groups=32,
-            norm_eps=1e-6,
-            scaling_factor=0.18215,
-            force_upcast=True,
-        ),
-        scheduler=SchedulerConfig(
-            class_name="PNDMScheduler",
-            num_train_timesteps=1000,
-            beta_schedule="scaled_linear",
-            beta_start=0.00085,
-            beta_end=0.012,
-            prediction_type="epsilon",
-            timestep_spacing="leading",
-            steps_offset=1,
-            set_alpha_to_one=False,
-            final_sigmas_type=None,
-            sigma_schedule="uniform",
-            algorithm_type=None,
-            solver_order=None,
-            solver_type=None,
-            lower_order_final=None,
-            euler_at_final=None,
-            original_inference_steps=None,
-            timestep_scaling=None,
-        ),
-        defaults=Defaults(sampler="pndm", num_steps=50, guidance_scale=7.5),
-    ),
-}
-
-# The sampler that is a scheduler class of diffusers.
-SAMPLERS_OF_CLASSES = {
-    "DDIMScheduler": "ddim",
-    "PNDMScheduler": "pndm",
-    "EulerDiscreteScheduler": "euler",
-    "EulerAncestralDiscreteScheduler": "euler_a",
-    "HeunDiscreteScheduler": "heun",
-    "LMSDiscreteScheduler": "lms",
-    "DPMSolverMultistepScheduler": "dpmpp_2m",
-    "UniPCMultistepScheduler": "unipc",
-    "DEISMultistepScheduler": "deis",
-    "LCMScheduler": "lcm",
-}
-
-
-def default_sampler(scheduler: SchedulerConfig) -> tuple[str, str | None]:
-    """The sampler for a checkpoint with this scheduler.
-
-    Returns:
-        (name, notice): name is a key of pipeline.samplers.SAMPLERS; notice is one line where the class is not
-        available and another sampler stands in for it, else None.
-    """
-    name = SAMPLERS_OF_CLASSES.get(scheduler.class_name)
-    if name == "dpmpp_2m":
-        sde, order = scheduler.algorithm_type == "sde-dpmsolver++", scheduler.solver_order or 2
-        name = {(False, 2): "dpmpp_2m", (False, 3): "dpmpp_3m", (True, 2): "dpmpp_2m_sde"}.get((sde, order))
-        if name is None:
-            name = "dpmpp_2m_sde" if sde else "dpmpp_2m"
-            return name, f"the checkpoint asks for {scheduler.class_name} of order {order}; using {name}, of order 2"
-    if name is None:
-        stand_in = "a deterministic sampler for the same noise schedule"
-        return "ddim", f"the checkpoint asks for {scheduler.class_name}, which is not available; using ddim, {stand_in}"
-    return name, None
-
-
-def kerascv_numerics(config: ModelConfig) -> ModelConfig:
-    """The same architecture computed as KerasCV computes it, so that its weights draw its pictures.
-
-    KerasCV's named differences from diffusers: epsilon 1e-5 in every GroupNorm, tanh GELU in the UNet's
-    feed-forward layers, pixels truncated to integers, and its own step grid: DDIM over timesteps spread evenly
-    from 999 to 0, both included, whose last step ends at a signal of exactly 1.
-    """
-    return dataclasses.replace(
-        config,
-        numerics="kerascv",
-        unet=dataclasses.replace(config.unet, transformer_norm_eps=1e-5, geglu_act="gelu_tanh"),
-        vae=dataclasses.replace(config.vae, norm_eps=1e-5),
-        scheduler=dataclasses.replace(
-            config.scheduler,
-            class_name="DDIMScheduler",
-            timestep_spacing="linspace",
-            steps_offset=0,
-            set_alpha_to_one=True,
-            final_sigmas_type="zero",
-        ),
-        defaults=dataclasses.replace(config.defaults, sampler="ddim"),
-    )
 
 
 def read_json(path: Path) -> dict:

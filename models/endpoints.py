@@ -9,7 +9,7 @@ drawn afresh on each call, checks that raise, PNG encoding.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from keras import ops
@@ -17,8 +17,7 @@ from keras import ops
 from models import loop
 from models.config import ExportSpec, ModelConfig, SchedulerConfig, Size, TensorSpec
 
-# Prediction's conditioning: (name for the prompt, name for the negative prompt).
-CONDITIONING = (("context", "unconditional_context"),)
+TIME_IDS = "time_ids"  # original height and width, crop's top and left, target height and width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +38,69 @@ class Endpoint:
 Share = Callable[[Callable], Callable]  # how endpoints reuse one traced body, e.g. tf.function
 
 
-def text_encoder(model, config: ModelConfig, spec: ExportSpec, empty_tokens: np.ndarray) -> list[Endpoint]:
-    """`serving_default` for clients of the KerasCV SavedModels, and `encode`.
+def text_encoder(models: Sequence, config: ModelConfig, spec: ExportSpec, empty_tokens: np.ndarray) -> list[Endpoint]:
+    """`encode`, and `serving_default` for clients of the KerasCV SavedModels where one encoder reads one block.
 
     Args:
+        models: one encoder, or two whose states are joined to one context; the last gives the pooled vector, if any.
         empty_tokens: int32[77], the empty prompt's ids.
     """
-    block, width = config.text_encoder.max_position_embeddings, config.text_encoder.hidden_size
+    block = config.text_encoder.max_position_embeddings
     length = spec.prompt_chunks * block
-    prompts, images, per_prompt = spec.prompts, spec.num_images, spec.images_per_prompt
-    contexts = (
-        TensorSpec("context", (images, length, width), "float32"),
-        TensorSpec("unconditional_context", (images, length, width), "float32"),
+    prompts, per_prompt = spec.prompts, spec.images_per_prompt
+    pairs = [pair for pair in conditioning(config, spec) if pair[0].name != TIME_IDS]
+    suffixes = ("", "_2")[: len(models)]
+
+    def encode(token_weights, negative_token_weights, **tokens):
+        weights = ops.reshape(ops.concatenate([token_weights, negative_token_weights], axis=0), (-1, block))
+        contexts, pooled = [], None
+        for model, suffix in zip(models, suffixes, strict=True):
+            # Each block of 77 is a text of its own to the encoder; together they are the context.
+            both = ops.concatenate([tokens[f"tokens{suffix}"], tokens[f"negative_tokens{suffix}"]], axis=0)
+            context, pooled = model(ops.reshape(both, (-1, block)))
+            contexts.append(weigh(ops.cast(context, "float32"), weights))
+        context = ops.reshape(ops.concatenate(contexts, axis=-1), (2 * prompts, length, -1))
+        found = {"context": context}
+        if pooled is not None:
+            # The first block's, as everybody takes it.
+            found["pooled"] = ops.reshape(ops.cast(pooled, "float32"), (2 * prompts, spec.prompt_chunks, -1))[:, 0]
+        outputs = {}
+        for positive, negative in pairs:
+            value = found[positive.name]
+            outputs[positive.name] = ops.repeat(value[:prompts], per_prompt, axis=0)
+            outputs[negative.name] = ops.repeat(value[prompts:], per_prompt, axis=0)
+        return outputs
+
+    ids = [f"{name}{suffix}" for suffix in suffixes for name in ("tokens", "negative_tokens")]
+    encode = Endpoint(
+        name="encode",
+        inputs=(
+            *(TensorSpec(name, (prompts, length), "int32") for name in ids),
+            TensorSpec("token_weights", (prompts, length), "float32"),
+            TensorSpec("negative_token_weights", (prompts, length), "float32"),
+        ),
+        outputs=tuple(tensor for pair in pairs for tensor in pair),
+        function=encode,
+        twin=True,
     )
+    if not _as_published(config, spec):
+        return [encode]
+    return [_published_encoder(models[0], spec, empty_tokens, encode.outputs), encode]
+
+
+def _as_published(config: ModelConfig, spec: ExportSpec) -> bool:
+    """Whether the KerasCV SavedModels' clients can use it: they send one block to one encoder."""
+    return spec.prompt_chunks == 1 and config.text_encoder_2 is None
+
+
+def _published_encoder(model, spec: ExportSpec, empty_tokens: np.ndarray, outputs: tuple[TensorSpec, ...]) -> Endpoint:
+    images, prompts = spec.num_images, spec.prompts
 
     def serving_default(tokens):
         rows = ops.shape(tokens)[0]
         # Image r takes token row r * B // N; the empty prompt is the last row.
-        context = ops.cast(model(ops.concatenate([tokens, empty_tokens[None]], axis=0)), "float32")
+        context, _ = model(ops.concatenate([tokens, empty_tokens[None]], axis=0))
+        context = ops.cast(context, "float32")
         index = ops.arange(images, dtype="int32") * rows // images
         unconditional = ops.take(context, ops.zeros((images,), dtype="int32") + rows, axis=0)
         return {"context": ops.take(context, index, axis=0), "unconditional_context": unconditional}
@@ -66,41 +110,26 @@ def text_encoder(model, config: ModelConfig, spec: ExportSpec, empty_tokens: np.
         fits = ops.logical_or(rows == 1, ops.logical_or(rows == prompts, rows == images))
         return [(fits, f"tokens must have 1, {prompts} or {images} rows")]
 
-    def encode(tokens, negative_tokens, token_weights, negative_token_weights):
-        # Each block of 77 is a text of its own to the encoder; together they are the context.
-        blocks = ops.reshape(ops.concatenate([tokens, negative_tokens], axis=0), (-1, block))
-        weights = ops.reshape(ops.concatenate([token_weights, negative_token_weights], axis=0), (-1, block))
-        context = weigh(ops.cast(model(blocks), "float32"), weights)
-        context = ops.reshape(context, (2 * prompts, length, width))
-        positive, negative = context[:prompts], context[prompts:]
-        return {
-            "context": ops.repeat(positive, per_prompt, axis=0),
-            "unconditional_context": ops.repeat(negative, per_prompt, axis=0),
-        }
-
-    encode = Endpoint(
-        name="encode",
-        inputs=(
-            TensorSpec("tokens", (prompts, length), "int32"),
-            TensorSpec("negative_tokens", (prompts, length), "int32"),
-            TensorSpec("token_weights", (prompts, length), "float32"),
-            TensorSpec("negative_token_weights", (prompts, length), "float32"),
-        ),
-        outputs=contexts,
-        function=encode,
-        twin=True,
-    )
-    if spec.prompt_chunks > 1:
-        # Clients of the KerasCV SavedModels send one block.
-        return [encode]
-    serving_default = Endpoint(
+    return Endpoint(
         name="serving_default",
-        inputs=(TensorSpec("tokens", (None, length), "int32"),),
-        outputs=contexts,
+        inputs=(TensorSpec("tokens", (None, len(empty_tokens)), "int32"),),
+        outputs=outputs,
         function=serving_default,
         require=batch_fits,
     )
-    return [serving_default, encode]
+
+
+def conditioning(config: ModelConfig, spec: ExportSpec) -> tuple[tuple[TensorSpec, TensorSpec], ...]:
+    """What the UNet is told beside latent and timestep: (for the prompt, for the negative prompt) each."""
+    images = spec.num_images
+    length = spec.prompt_chunks * config.text_encoder.max_position_embeddings
+    context = TensorSpec("context", (images, length, config.unet.cross_attention_dim), "float32")
+    pairs = [(context, dataclasses.replace(context, name="unconditional_context"))]
+    if config.unet.pooled_dim is not None:
+        pooled = TensorSpec("pooled", (images, config.unet.pooled_dim), "float32")
+        ids = TensorSpec(TIME_IDS, (images, 6), "float32")
+        pairs += [(pooled, dataclasses.replace(pooled, name="unconditional_pooled")), (ids, ids)]
+    return tuple(pairs)
 
 
 def weigh(context, weights):
@@ -132,7 +161,7 @@ def diffusion_model(
     made = []
     for size in spec.sizes:
         run, pure = _loops(model, config, spec, size, share)
-        if size == spec.size and spec.prompt_chunks == 1:
+        if size == spec.size and _as_published(config, spec):
             made.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
         made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
     return made
@@ -141,41 +170,51 @@ def diffusion_model(
 def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> tuple[Callable, list[Endpoint]]:
     """The guided loop as a function of effective guidance, and the pure endpoints of one size."""
     images, steps = spec.num_images, spec.max_steps
-    length = spec.prompt_chunks * config.text_encoder.max_position_embeddings
     latent = _latent(config, spec, size)
     memory = TensorSpec("memory", (loop.STATE - 1, *latent.shape), "float32")
-    contexts = {
-        name: TensorSpec(name, (images, length, config.unet.cross_attention_dim), "float32")
-        for pair in CONDITIONING
-        for name in pair
-    }
-    prompt_contexts = tuple(contexts[name] for name, _ in CONDITIONING)
-
-    def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
-        conditioning = {name: (contexts[name], contexts[negative]) for name, negative in CONDITIONING}
-        state = loop.denoise(
-            *(model, latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, conditioning)
-        )
-        return dict(zip(STATE, state, strict=True))
-
-    run = share(run)
-
-    def denoise(guidance_scale, **inputs):
-        # A scale of 1 or less means the conditional prediction alone, as in diffusers.
-        return run(guidance=ops.maximum(guidance_scale - 1.0, 0.0), **inputs)
+    pairs = conditioning(config, spec)
+    prompt_contexts = tuple(positive for positive, _ in pairs)
+    contexts = {tensor.name: tensor for pair in pairs for tensor in pair}
+    # A model distilled with guidance is told the scale, and needs no unconditional prediction.
+    distilled = config.unet.time_cond_proj_dim is not None
 
     def unet(latent, timestep, **contexts):
         return {"prediction": model(latent, timestep, **contexts)}
 
     unet = share(unet)
 
-    def denoise_unguided(latent, memory, steps, first_step, last_step, seed, **contexts):
-        def predict(latent, timestep, **contexts):
-            return unet(latent=latent, timestep=timestep, **contexts)["prediction"]
+    def unguided(state, rows, seed, told):
+        def predict(latent, timestep, **told):
+            return unet(latent=latent, timestep=timestep, **told)["prediction"]
 
-        conditioning = {name: (context,) for name, context in contexts.items()}
-        state = loop.denoise(*(predict, latent, memory, steps, first_step, last_step, None, None, seed, conditioning))
-        return dict(zip(STATE, state, strict=True))
+        told = {name: (value,) for name, value in told.items()}
+        return dict(zip(STATE, loop.denoise(predict, *state, *rows, None, None, seed, told), strict=True))
+
+    def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
+        state, rows = (latent, memory), (steps, first_step, last_step)
+        if distilled:
+            told = {positive.name: contexts[positive.name] for positive, _ in pairs}
+            return unguided(state, rows, seed, told | {"guidance": guidance})
+        told = {positive.name: (contexts[positive.name], contexts[negative.name]) for positive, negative in pairs}
+        done = loop.denoise(model, *state, *rows, guidance, guidance_rescale, seed, told)
+        return dict(zip(STATE, done, strict=True))
+
+    run = share(run)
+
+    def denoise(guidance_scale, **inputs):
+        guidance = guidance_scale - 1.0
+        # A scale of 1 or less means the conditional prediction alone, as in diffusers.
+        return run(guidance=guidance if distilled else ops.maximum(guidance, 0.0), **inputs)
+
+    def denoise_unguided(latent, memory, steps, first_step, last_step, seed, **told):
+        if distilled:
+            told["guidance"] = ops.zeros((images,), dtype="float32")
+        return unguided((latent, memory), (steps, first_step, last_step), seed, told)
+
+    def unet_call(latent, timestep, guidance_scale=None, **told):
+        if distilled:
+            told["guidance"] = guidance_scale - 1.0
+        return unet(latent=latent, timestep=timestep, **told)
 
     def rows_fit(first_step, last_step, **_):
         return [
@@ -191,6 +230,7 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
         TensorSpec("first_step", (), "int32"),
         TensorSpec("last_step", (), "int32"),
     )
+    told_scale = (scale,) if distilled else ()
     guidance = (scale, dataclasses.replace(scale, name="guidance_rescale"))
     seed = TensorSpec("seed", (images, 2), "int32")
     state = (latent, memory, dataclasses.replace(latent, name="denoised"))
@@ -213,9 +253,9 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
         ),
         Endpoint(
             name="unet",
-            inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts),
+            inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts, *told_scale),
             outputs=(dataclasses.replace(latent, name="prediction"),),
-            function=unet,
+            function=unet_call,
         ),
     ]
 
@@ -235,7 +275,7 @@ def _published_loop(
     """`serving_default` as clients of the published KerasCV SavedModels know it: fresh noise, DDIM, one guidance."""
     images, steps = spec.num_images, spec.max_steps
     tensors = {tensor.name: tensor for tensor in denoise.inputs}
-    contexts = tuple(tensors[name] for pair in CONDITIONING for name in pair)
+    contexts = (tensors["context"], tensors["unconditional_context"])
 
     def serving_default(latent, num_steps, unconditional_guidance_scale, **contexts):
         # The published SavedModels' guidance, u + s (c - u) at every s.

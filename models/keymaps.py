@@ -12,6 +12,8 @@ matches each name. The target is our variable name, LAYER.VARIABLE. Transforms a
 import dataclasses
 import re
 
+from models.config import ModelConfig
+
 Rule = tuple[str, str, str]
 
 _CONV = r"((?:.*\.)?(?:post_)?(?:quant_)?conv(?!_norm)\w*)"
@@ -44,6 +46,7 @@ DIFFUSERS: dict[str, KeyMap] = {
             (r"(embeddings\.(?:token|position)_embedding)\.weight", r"\1.embeddings", "same"),
             (r"(.*\.(?:[qkv]_proj|out_proj|fc[12]))\.weight", r"\1.kernel", "dense"),
             (r"(.*\.(?:[qkv]_proj|out_proj|fc[12]))\.bias", r"\1.bias", "same"),
+            (r"(text_projection)\.weight", r"\1.kernel", "dense"),
         ],
         ignored=(r"embeddings\.position_ids",),
         # transformers 5 dropped it in memory and, in some files, on disk.
@@ -58,6 +61,7 @@ DIFFUSERS: dict[str, KeyMap] = {
             (r"(.*\.(?:to_out\.0|proj_in|proj_out|proj|net\.2))\.bias", r"\1.bias", "same"),
             (r"(.*\.(?:linear_[12]|time_emb_proj))\.weight", r"\1.kernel", "dense"),
             (r"(.*\.(?:linear_[12]|time_emb_proj))\.bias", r"\1.bias", "same"),
+            (r"(time_embedding\.cond_proj)\.weight", r"\1.kernel", "dense"),
         ],
     ),
     "vae": KeyMap(
@@ -180,6 +184,24 @@ KERASCV_NAMES: dict[str, list[str]] = {
         *_kerascv("", {"decoder.conv_norm_out": _KERASCV_NORM, "decoder.conv_out": _KERASCV_LINEAR}),
     ],
 }
+
+DIFFUSERS["text_encoder_2"] = DIFFUSERS["text_encoder"]
+
+
+def of_component(component: str, config: ModelConfig) -> KeyMap:
+    """diffusers' table for one component; a text encoder's layers that nothing depends on are ignored."""
+    keymap = DIFFUSERS[component]
+    if component not in ("text_encoder", "text_encoder_2"):
+        return keymap
+    encoder = getattr(config, component)
+    unused = "|".join(map(str, range(encoder.built_layers, encoder.num_hidden_layers)))
+    ignored = [rf"encoder\.layers\.(?:{unused})\..*"] if unused else []
+    if not encoder.context_norm and encoder.projection_dim is None:
+        ignored.append(r"final_layer_norm\.(?:weight|bias)")
+    if encoder.projection_dim is None:
+        ignored.append(r"text_projection\.weight")
+    return dataclasses.replace(keymap, ignored=(*keymap.ignored, *ignored))
+
 
 _POINTWISE = r".*\.(?:attentions\.\d+\.(?:proj_in|proj_out)|mid_block\.attentions\.0\.to_(?:[qkv]|out\.0))\.kernel"
 

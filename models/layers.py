@@ -186,13 +186,14 @@ def silu(x):
     return x * ops.sigmoid(x)
 
 
-def attention(query, key, value, num_heads: int, mask=None):
+def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False):
     """Scaled dot-product attention, softmax in float32 (Vaswani et al. 2017, arXiv:1706.03762).
 
     Args:
         query: [N, T, C]; key, value: [N, S, C]; any float dtype.
         num_heads: divides C.
         mask: bool [T, S], False where attention is forbidden; None allows all.
+        upcast: multiply queries and keys in float32; some models' products are too large for float16.
 
     Returns:
         [N, T, C] in the dtype of `query`.
@@ -203,12 +204,15 @@ def attention(query, key, value, num_heads: int, mask=None):
     def split(x):
         return ops.transpose(ops.reshape(x, (-1, x.shape[1], num_heads, head_size)), (0, 2, 1, 3))
 
+    dtype = query.dtype
+    if upcast:
+        query, key = ops.cast(query, "float32"), ops.cast(key, "float32")
     # Scaling the query first keeps float16 logits finite.
     logits = ops.matmul(split(query * head_size**-0.5), ops.transpose(split(key), (0, 1, 3, 2)))
     logits = ops.cast(logits, "float32")
     if mask is not None:
         # Selection, never 0 * inf: that would be NaN.
         logits = ops.where(mask, logits, -1e9)
-    weights = ops.cast(ops.softmax(logits, axis=-1), query.dtype)
+    weights = ops.cast(ops.softmax(logits, axis=-1), dtype)
     mixed = ops.transpose(ops.matmul(weights, split(value)), (0, 2, 1, 3))
     return ops.reshape(mixed, (-1, query.shape[1], channels))

@@ -1,4 +1,4 @@
-"""CLIP's text encoder (Radford et al. 2021, arXiv:2103.00020)."""
+"""The text encoders of CLIP and OpenCLIP (Radford et al. 2021, arXiv:2103.00020)."""
 
 import numpy as np
 from keras import ops
@@ -13,25 +13,41 @@ ACTIVATIONS = {
 
 
 class TextEncoder(Layer):
-    """Token ids int32[N, 77] to the last layer's normalised states [N, 77, hidden_size]."""
+    """Token ids int32[N, 77] to the context [N, 77, hidden_size] and the pooled vector [N, projection_dim] or None.
+
+    Layers that neither depends on are not built.
+    """
 
     def __init__(self, config: TextEncoderConfig, dtype: str = "float32"):
         super().__init__("text_encoder", dtype)
-        c = config
+        self.config = c = config
         self.token_embedding = Embedding("embeddings.token_embedding", c.vocab_size, c.hidden_size, dtype)
         self.position_embedding = Embedding(
             "embeddings.position_embedding", c.max_position_embeddings, c.hidden_size, dtype
         )
-        self.blocks = [EncoderLayer(f"encoder.layers.{i}", c, dtype) for i in range(c.num_hidden_layers)]
-        self.final_layer_norm = LayerNorm("final_layer_norm", c.hidden_size, c.layer_norm_eps, dtype)
+        self.blocks = [EncoderLayer(f"encoder.layers.{i}", c, dtype) for i in range(c.built_layers)]
+        self.final_layer_norm = self.text_projection = None
+        if c.context_norm or c.projection_dim is not None:
+            self.final_layer_norm = LayerNorm("final_layer_norm", c.hidden_size, c.layer_norm_eps, dtype)
+        if c.projection_dim is not None:
+            self.text_projection = Dense("text_projection", c.hidden_size, c.projection_dim, dtype, use_bias=False)
 
     def call(self, tokens):
         length = tokens.shape[1]
         causal = np.tril(np.ones((length, length), dtype=bool))
         x = self.token_embedding(tokens) + self.position_embedding(np.arange(length, dtype="int32"))
-        for block in self.blocks:
+        context = x
+        for count, block in enumerate(self.blocks, start=1):
             x = block(x, causal)
-        return self.final_layer_norm(x)
+            if count == self.config.context_layers:
+                context = self.final_layer_norm(x) if self.config.context_norm else x
+        if self.text_projection is None:
+            return context, None
+        # Its state at the first end of text stands for the whole text. Found by its id, not as the largest id: tokens
+        # added by textual inversion have larger ones.
+        ends = ops.argmax(ops.cast(tokens == self.config.eos_token_id, "int32"), axis=1)
+        states = ops.take_along_axis(self.final_layer_norm(x), ends[:, None, None], axis=1)
+        return context, self.text_projection(states[:, 0])
 
 
 class EncoderLayer(Layer):

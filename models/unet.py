@@ -12,16 +12,16 @@ from models.layers import Conv2D, Dense, Downsample, GroupNorm, Layer, LayerNorm
 class UNet(Layer):
     """latent f32[N, h, w, 4], timestep f32[N], context f32[N, T, cross_attention_dim] to prediction f32[N, h, w, 4].
 
-    Inside, everything but the time embedding runs in the dtype of the weights.
+    Where the config asks for them there are also pooled f32[N, pooled_dim] and time_ids f32[N, 6] (Podell et al. 2023,
+    arXiv:2307.01952, section 2.2), and guidance f32[N], guidance_scale - 1 of a model distilled with guidance (Meng et
+    al. 2022, arXiv:2210.03142). Inside, everything but the embeddings of numbers runs in the dtype of the weights.
     """
 
     def __init__(self, config: UNetConfig, dtype: str = "float32"):
         super().__init__("unet", dtype)
         self.config = c = config
         channels = c.block_out_channels
-        time_channels = 4 * channels[0]
-        self.linear_1 = Dense("time_embedding.linear_1", channels[0], time_channels, dtype)
-        self.linear_2 = Dense("time_embedding.linear_2", time_channels, time_channels, dtype)
+        self.embedding = Embeddings(c, dtype)
         self.conv_in = Conv2D("conv_in", c.in_channels, channels[0], dtype)
 
         last = len(channels) - 1
@@ -69,11 +69,8 @@ class UNet(Layer):
         self.conv_norm_out = GroupNorm("conv_norm_out", channels[0], c.norm_num_groups, c.norm_eps, dtype)
         self.conv_out = Conv2D("conv_out", channels[0], c.out_channels, dtype)
 
-    def call(self, latent, timestep, context):
-        # Time embedding. Its angles reach 1000 radians, so it starts in float32 whatever the weights are.
-        time = timestep_embedding(timestep, self.config)
-        time = self.linear_2(silu(self.linear_1(ops.cast(time, self.dtype))))
-        time = silu(time)
+    def call(self, latent, timestep, context, pooled=None, time_ids=None, guidance=None):
+        time = silu(self.embedding(timestep, pooled, time_ids, guidance))
         context = ops.cast(context, self.dtype)
 
         # Down: every layer's output is kept for the way up.
@@ -101,6 +98,39 @@ class UNet(Layer):
 
         x = self.conv_out(silu(self.conv_norm_out(x)))
         return ops.cast(x, "float32")
+
+
+class Embeddings(Layer):
+    """All that is said about a picture by numbers, as one vector [N, 4 block_out_channels[0]]; inputs as the UNet's."""
+
+    def __init__(self, config: UNetConfig, dtype: str):
+        super().__init__("embeddings", dtype)
+        self.config = c = config
+        channels, outputs = c.block_out_channels[0], 4 * c.block_out_channels[0]
+        self.linear_1 = Dense("time_embedding.linear_1", channels, outputs, dtype)
+        self.linear_2 = Dense("time_embedding.linear_2", outputs, outputs, dtype)
+        self.cond_proj = self.add_1 = self.add_2 = None
+        if c.time_cond_proj_dim:
+            self.cond_proj = Dense("time_embedding.cond_proj", c.time_cond_proj_dim, channels, dtype, use_bias=False)
+        if c.addition_time_embed_dim:
+            inputs = c.pooled_dim + 6 * c.addition_time_embed_dim
+            self.add_1 = Dense("add_embedding.linear_1", inputs, outputs, dtype)
+            self.add_2 = Dense("add_embedding.linear_2", outputs, outputs, dtype)
+
+    def call(self, timestep, pooled=None, time_ids=None, guidance=None):
+        c = self.config
+        # Angles reach 1000 radians, so they are float32 whatever the weights are.
+        x = ops.cast(sinusoidal(timestep, c.block_out_channels[0], c.freq_shift, c.flip_sin_to_cos), self.dtype)
+        if self.cond_proj is not None:
+            scale = sinusoidal(guidance * 1000.0, c.time_cond_proj_dim, freq_shift=1, cosine_first=False)
+            x = x + self.cond_proj(ops.cast(scale, self.dtype))
+        x = self.linear_2(silu(self.linear_1(x)))
+        if self.add_1 is None:
+            return x
+        ids = sinusoidal(ops.reshape(time_ids, (-1,)), c.addition_time_embed_dim, c.freq_shift, c.flip_sin_to_cos)
+        ids = ops.reshape(ids, (-1, 6 * c.addition_time_embed_dim))
+        added = ops.cast(ops.concatenate([ops.cast(pooled, "float32"), ids], axis=-1), self.dtype)
+        return x + self.add_2(silu(self.add_1(added)))
 
 
 class Block(Layer):
@@ -167,9 +197,10 @@ class TransformerBlock(Layer):
     def __init__(self, name: str, config: UNetConfig, channels: int, num_heads: int, dtype: str):
         super().__init__(name, dtype)
         self.norm1 = LayerNorm(f"{name}.norm1", channels, 1e-5, dtype)
-        self.attn1 = CrossAttention(f"{name}.attn1", channels, channels, num_heads, dtype)
+        upcast = config.upcast_attention
+        self.attn1 = CrossAttention(f"{name}.attn1", channels, channels, num_heads, upcast, dtype)
         self.norm2 = LayerNorm(f"{name}.norm2", channels, 1e-5, dtype)
-        self.attn2 = CrossAttention(f"{name}.attn2", channels, config.cross_attention_dim, num_heads, dtype)
+        self.attn2 = CrossAttention(f"{name}.attn2", channels, config.cross_attention_dim, num_heads, upcast, dtype)
         self.norm3 = LayerNorm(f"{name}.norm3", channels, 1e-5, dtype)
         self.approximate = config.geglu_act == "gelu_tanh"
         self.proj = Dense(f"{name}.ff.net.0.proj", channels, 8 * channels, dtype)
@@ -187,25 +218,26 @@ class TransformerBlock(Layer):
 class CrossAttention(Layer):
     """Multi-head attention of x [N, T, C] over context [N, S, D]."""
 
-    def __init__(self, name: str, channels: int, context_channels: int, num_heads: int, dtype: str):
+    def __init__(self, name: str, channels: int, context_channels: int, num_heads: int, upcast: bool, dtype: str):
         super().__init__(name, dtype)
-        self.num_heads = num_heads
+        self.num_heads, self.upcast = num_heads, upcast
         self.to_q = Dense(f"{name}.to_q", channels, channels, dtype, use_bias=False)
         self.to_k = Dense(f"{name}.to_k", context_channels, channels, dtype, use_bias=False)
         self.to_v = Dense(f"{name}.to_v", context_channels, channels, dtype, use_bias=False)
         self.to_out = Dense(f"{name}.to_out.0", channels, channels, dtype)
 
     def call(self, x, context):
-        return self.to_out(attention(self.to_q(x), self.to_k(context), self.to_v(context), self.num_heads))
+        query, key, value = self.to_q(x), self.to_k(context), self.to_v(context)
+        return self.to_out(attention(query, key, value, self.num_heads, upcast=self.upcast))
 
 
-def timestep_embedding(timestep, config: UNetConfig):
-    """Sines and cosines of the timestep f32[N] at geometric frequencies, f32[N, block_out_channels[0]].
+def sinusoidal(values, width: int, freq_shift: int, cosine_first: bool):
+    """Cosines and sines of values f32[N] at geometric frequencies, f32[N, width].
 
     Vaswani et al. 2017, section 3.5, with period 10000.
     """
-    half = config.block_out_channels[0] // 2
-    exponent = np.arange(half, dtype="float32") * np.float32(-math.log(10000)) / np.float32(half - config.freq_shift)
-    angles = ops.cast(timestep, "float32")[:, None] * np.exp(exponent)[None, :]
+    half = width // 2
+    exponent = np.arange(half, dtype="float32") * np.float32(-math.log(10000)) / np.float32(half - freq_shift)
+    angles = ops.cast(values, "float32")[:, None] * np.exp(exponent)[None, :]
     parts = [ops.cos(angles), ops.sin(angles)]
-    return ops.concatenate(parts if config.flip_sin_to_cos else parts[::-1], axis=-1)
+    return ops.concatenate(parts if cosine_first else parts[::-1], axis=-1)

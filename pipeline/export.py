@@ -20,11 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from models import endpoints, text_encoder, unet, vae
-from models.config import ExportSpec, InputError, ModelConfig, default_sampler
+from models.config import ExportSpec, InputError, ModelConfig
+from models.families import default_sampler
 from pipeline import manifest, publish, samplers, schedules, tokenizer
 from pipeline.compare import Difference, compare
 from pipeline.manifest import Manifest, Signature
-from pipeline.serving import warmup
+from pipeline.serving import records
 from pipeline.sources import Source
 
 # What users name -> part.
@@ -66,8 +67,7 @@ def export(
         raise InputError(f"{source.name} has no image encoder; leave --image_encoder out")
     if spec.max_steps < source.config.defaults.num_steps:
         print(f"notice: --max_steps {spec.max_steps} is below the default of {source.config.defaults.num_steps} steps")
-    empty_tokens = tokenizer.load(source.tokenizer).encode("").ids
-    _check_vocabulary(source, empty_tokens)
+    empty_tokens = _empty_tokens(source)
     for notice in _sampler_notices(source.config):
         print(f"notice: {notice}")
     output_dir = output_dir.absolute()
@@ -100,22 +100,28 @@ def _sampler_notices(config: ModelConfig) -> list[str]:
     return own + [line for name in dict.fromkeys([chosen, "ddim"]) for line in samplers.notices(name, scheduler)]
 
 
-def _check_vocabulary(source: Source, empty_tokens: np.ndarray) -> None:
-    highest, rows = int(empty_tokens.max()), source.config.text_encoder.vocab_size
-    if highest >= rows:
-        raise InputError(f"{source.tokenizer}: makes token id {highest}, but the text encoder has {rows} ids")
+def _empty_tokens(source: Source) -> np.ndarray:
+    """The empty prompt's ids int32[77] for the first text encoder; a vocabulary that does not fit is an InputError."""
+    found = []
+    for folder, encoder in zip(source.tokenizers.values(), source.config.text_encoders, strict=True):
+        found.append(tokenizer.load(folder, encoder.pad_token or tokenizer.EOS).encode("").ids)
+        highest, rows = int(found[-1].max()), encoder.vocab_size
+        if highest >= rows:
+            raise InputError(f"{folder}: makes token id {highest}, but the text encoder has {rows} ids")
+    return found[0]
 
 
 def _write(
     source, work: Path, spec, jit_components, version: int, parts: dict[str, Callable], warmup_xla: bool
 ) -> Manifest:
-    (work / "tokenizer").mkdir()
-    for name in TOKENIZER_FILES:
-        if (source.tokenizer / name).exists():
-            shutil.copyfile(source.tokenizer / name, work / "tokenizer" / name)
-    if source.embeddings:
-        ids = json.dumps({added.token: added.ids for added in source.embeddings}, ensure_ascii=False)
-        (work / "tokenizer" / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
+    for target, folder in source.tokenizers.items():
+        (work / target).mkdir()
+        for name in TOKENIZER_FILES:
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, work / target / name)
+        if source.embeddings:
+            ids = json.dumps({added.token: added.ids for added in source.embeddings}, ensure_ascii=False)
+            (work / target / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
     jit_parts = {COMPONENTS[name] for name in jit_components}
     signatures, differences, twins = {}, {}, []
     export_id = uuid.uuid4().hex
@@ -139,7 +145,7 @@ def _write(
         config=source.config,
         loras=source.loras,
         embeddings=source.embeddings,
-        zero_unconditional=False,
+        zero_unconditional=source.config.force_zeros_for_empty_prompt,
         xla_signatures=tuple(twins),
         signatures=signatures,
         reload_difference=differences,
@@ -153,26 +159,27 @@ def _write(
 
 
 def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable]:
-    """Part -> function that builds and fills its layers: () -> (variables to save, endpoints)."""
+    """Part -> function that builds and fills its layers: () -> ({name: variable to save}, endpoints)."""
     config, dtype = source.config, spec.dtype
 
     def build_text_encoder():
-        model = text_encoder.TextEncoder(config.text_encoder, dtype)
-        _fill(source, "text_encoder", [model])
-        return model.variables, endpoints.text_encoder(model, config, spec, empty_tokens)
+        models = [text_encoder.TextEncoder(encoder, dtype) for encoder in config.text_encoders]
+        for model, component in zip(models, ("text_encoder", "text_encoder_2"), strict=False):
+            _fill(source, component, [model])
+        return _variables(*models), endpoints.text_encoder(models, config, spec, empty_tokens)
 
     def build_diffusion_model():
         model = unet.UNet(config.unet, dtype)
         _fill(source, "unet", [model])
         schedule = schedules.alphas_cumprod(config.scheduler)
         ddim = samplers.resolved("ddim", config.scheduler)
-        return model.variables, endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
+        return _variables(model), endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
 
     def build_decoder():
         model = vae.VAEDecoder(config.vae, dtype)
         # The file holds both halves and must be used up; only the decoder is kept.
         _fill(source, "vae", [model, vae.VAEEncoder(config.vae, dtype)])
-        return model.variables, endpoints.decoder(model, config, spec, _share)
+        return _variables(model), endpoints.decoder(model, config, spec, _share)
 
     return {
         "text_encoder": build_text_encoder,
@@ -188,9 +195,19 @@ def _image_encoder(source: Source, spec: ExportSpec) -> dict[str, Callable]:
     def build_image_encoder():
         model = vae.VAEEncoder(config.vae, dtype)
         _fill(source, "vae", [vae.VAEDecoder(config.vae, dtype), model])
-        return model.variables, endpoints.image_encoder(model, config, spec)
+        return _variables(model), endpoints.image_encoder(model, config, spec)
 
     return {"image_encoder": build_image_encoder}
+
+
+def _variables(*models) -> dict:
+    """Name in the SavedModel -> variable; those of a second model have its number in front."""
+    prefixes = ("", *(f"{number}." for number in range(2, len(models) + 1)))
+    return {
+        prefix + variable.path.replace("/", "."): variable.value
+        for prefix, model in zip(prefixes, models, strict=True)
+        for variable in model.variables
+    }
 
 
 def _fill(source: Source, component: str, layers: list) -> None:
@@ -212,8 +229,8 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     """
     variables, made = build()
     module = tf.Module()
-    module.weights = {v.path.replace("/", "."): v.value for v in variables}
-    publish.check_space(folder, sum(v.value.dtype.size * int(np.prod(v.shape)) for v in variables))
+    module.weights = variables
+    publish.check_space(folder, sum(v.dtype.size * int(np.prod(v.shape)) for v in variables.values()))
     functions = {e.name: _function(e) for e in made}
     described = {e.name: Signature(e.inputs, e.outputs) for e in made}
     for endpoint in made:
@@ -229,7 +246,7 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     tf.saved_model.save(module, str(folder), signatures=every, options=options)
     examples = {e.name: _example(e, config) for e in made}
     twins = {f"{name}_xla": value for name, value in examples.items() if f"{name}_xla" in functions}
-    warmup.write(folder, examples | twins if warmup_xla else examples)
+    records.write(folder, examples | twins if warmup_xla else examples)
     live = []
     for endpoint in made:
         if endpoint.name != "serving_default" and not endpoint.png:

@@ -7,7 +7,8 @@ from pathlib import Path
 import keras
 
 from models import checkpoint, diffusers, embedding, keymaps, lora
-from models.config import FAMILIES, ModelConfig, kerascv_numerics
+from models.config import ModelConfig
+from models.families import FAMILIES, kerascv_numerics
 from pipeline import manifest, tokenizer
 from pipeline.manifest import AddedEmbedding, MergedLora
 
@@ -23,6 +24,13 @@ class Source:
     loras: tuple[MergedLora, ...] = ()  # what `fill` merges into the weights
     embeddings: tuple[AddedEmbedding, ...] = ()  # tokens whose vectors `fill` adds; `config` counts them already
     encodes_images: bool = True  # whether `fill` has weights for the autoencoder's encoder
+    tokenizer_2: Path | None = None  # of the second text encoder, where there is one
+
+    @property
+    def tokenizers(self) -> dict[str, Path]:
+        """Folder in the export -> folder it is copied from, in the order of the text encoders."""
+        found = {"tokenizer": self.tokenizer, "tokenizer_2": self.tokenizer_2}
+        return {name: folder for name, folder in found.items() if folder is not None}
 
 
 def diffusers_source(
@@ -46,20 +54,24 @@ def diffusers_source(
     if ignored_folders:
         print(f"ignored: {', '.join(ignored_folders)}")
     config = diffusers.read_config(folder)
-    tensors = {component: diffusers.read_weights(folder, component, variant) for component in diffusers.WEIGHT_NAMES}
+    two = config.text_encoder_2 is not None
+    components = ("text_encoder", *(("text_encoder_2",) if two else ()), "unet", "vae")
+    tensors = {component: diffusers.read_weights(folder, component, variant) for component in components}
     merged = [lora.parse(option) for option in loras]
     tensors = lora.merge(tensors, merged)
     added = [embedding.parse(option) for option in embeddings]
     if added:
-        tensors["text_encoder"] = embedding.extend(tensors["text_encoder"], added)
+        tensors = embedding.extend(tensors, added)
         config, added = _with_tokens(config, folder / "tokenizer", added)
 
     def fill(component, layers):
-        return checkpoint.load(layers, tensors[component], keymaps.DIFFUSERS[component], str(folder / component))
+        keymap = keymaps.of_component(component, config)
+        return checkpoint.load(layers, tensors[component], keymap, str(folder / component))
 
     used = tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged)
+    second = folder / "tokenizer_2" if two else None
     name = name or folder.resolve().name
-    return Source(name, config, folder / "tokenizer", fill, used, tuple(added))
+    return Source(name, config, folder / "tokenizer", fill, used, tuple(added), tokenizer_2=second)
 
 
 def _with_tokens(config: ModelConfig, folder: Path, added: list[embedding.Embedding]):
@@ -69,7 +81,11 @@ def _with_tokens(config: ModelConfig, folder: Path, added: list[embedding.Embedd
         ids = tuple(range(rows, rows + file.count))
         words, rows = tokenizer.with_added(words, {file.token: ids}), rows + file.count
         used.append(AddedEmbedding(tokenizer.clean(file.token), ids, manifest.sha256(file.path)))
-    return dataclasses.replace(config, text_encoder=dataclasses.replace(config.text_encoder, vocab_size=rows)), used
+    grown = {
+        name: dataclasses.replace(encoder, vocab_size=rows)
+        for name, encoder in zip(("text_encoder", "text_encoder_2"), config.text_encoders, strict=False)
+    }
+    return dataclasses.replace(config, **grown), used
 
 
 def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) -> Source:
@@ -82,7 +98,8 @@ def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) ->
     keras.utils.set_random_seed(seed)
     # DDIM: as many calls of the UNet as steps.
     config = dataclasses.replace(config, defaults=dataclasses.replace(config.defaults, sampler="ddim"))
-    return Source(f"{config.family}-random", config, tokenizer_folder, fill)
+    second = None if config.text_encoder_2 is None else tokenizer_folder
+    return Source(f"{config.family}-random", config, tokenizer_folder, fill, tokenizer_2=second)
 
 
 def kerascv_source(tokenizer_folder: Path, random_seed: int | None) -> Source:

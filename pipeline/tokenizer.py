@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from models.config import InputError, read_json
+from models.config import InputError, ModelConfig, read_json
 from pipeline import prompts
 
 LENGTH = 77  # ids per prompt: BOS, at most 75 tokens, EOS, padding
@@ -226,6 +226,15 @@ def load(folder: Path, default_pad_token: str = EOS) -> Tokenizer:
     # Not the padding token: where that is "!", a typed "!" must stay the word it is.
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in (bos_token, eos_token)])
     return with_added(Tokenizer(backend, bos, eos, pad, max(vocab.values()) + 1), _read_added(folder / ADDED_FILE))
+
+
+def of_export(folder: Path, config: ModelConfig) -> tuple[Tokenizer, ...]:
+    """The tokenizers of an export, one per text encoder. Raises InputError as `load`."""
+    names = ("tokenizer", "tokenizer_2")
+    return tuple(
+        load(folder / name, encoder.pad_token or EOS)
+        for name, encoder in zip(names, config.text_encoders, strict=False)
+    )
 
 
 def _read_added(path: Path) -> dict[str, tuple[int, ...]]:

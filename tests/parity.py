@@ -201,8 +201,8 @@ def components(exported: Path, reference: dict[str, np.ndarray]) -> list[Row]:
 def chains(exported: Path, reference: dict[str, np.ndarray], arguments: argparse.Namespace) -> list[Row]:
     """Prompt to picture, as pipeline.generate draws it."""
     functions = load.local(exported, arguments.jit_compile, verify=False)
-    encoder = tokenizer.load(exported / "tokenizer")
-    contexts = generate.encode(functions, encoder, [PROMPT], [NEGATIVE_PROMPT])
+    encoders = tokenizer.of_export(exported, functions.manifest.config)
+    contexts = generate.encode(functions, encoders, [PROMPT], [NEGATIVE_PROMPT])
     rows = []
     for sampler in SAMPLERS:
         chosen = settings.settings(functions, sampler, arguments.num_steps, GUIDANCE_SCALE)

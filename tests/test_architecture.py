@@ -15,14 +15,21 @@ TESTS = sorted(p for p in (ROOT / "tests").rglob("*.py"))
 
 # What runs where no TensorFlow is installed: a client of a server, a reader of a manifest.
 WITHOUT_TENSORFLOW = {
-    *("models.config", "models.checkpoint", "models.diffusers", "models.keymaps"),
+    *(
+        "models.config",
+        "models.families",
+        "models.checkpoint",
+        "models.diffusers",
+        "models.diffusers_config",
+        "models.keymaps",
+    ),
     *("pipeline.manifest", "pipeline.samplers", "pipeline.tokenizer", "pipeline.noise", "pipeline.generate"),
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
     *("models.files", "pipeline.hub", "pipeline.locate"),
 }
-# The only doors into the networks; everything else sees models.config alone.
+# The only doors into the networks; everything else sees the plain data of models.config and models.families.
 USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate"}
 OPTIONAL = {"torch", "transformers", "diffusers", "keras_cv", "keras_hub", "flax", "jax", "matplotlib", "safetensors"}
 
@@ -73,7 +80,7 @@ def test_imports_go_down_only(path):
         assert "pipeline" not in top(used)
     elif me not in USERS_OF_MODELS:
         assert {n for n in used if n.startswith("models.")} <= {
-            n for n in used if n == "models.config" or n.startswith("models.config.")
+            n for n in used if n.startswith(("models.config", "models.families"))
         }
 
 

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from models import diffusers
-from models.config import FAMILIES, InputError, kerascv_numerics
+from models.config import InputError
+from models.families import FAMILIES, kerascv_numerics
 
 SD1_FILES = {
     "text_encoder/config.json": {
@@ -157,9 +158,11 @@ def test_a_solver_s_settings_are_read(changed):
 
 
 REFUSED = [
-    ("unet/config.json", {"in_channels": 9}, "in_channels is 9; supported: 4"),
-    ("unet/config.json", {"addition_embed_type": "text_time"}, "addition_embed_type = 'text_time' is not supported"),
-    ("unet/config.json", {"time_cond_proj_dim": 256}, "time_cond_proj_dim = 256 is not supported"),
+    ("unet/config.json", {"in_channels": 6}, "in_channels is 6; supported: 4"),
+    ("unet/config.json", {"in_channels": 9}, "in_channels is 9: an inpainting model; supported are models with 4"),
+    ("unet/config.json", {"in_channels": 8}, "in_channels is 8: an InstructPix2Pix model"),
+    ("unet/config.json", {"addition_embed_type": "text_time"}, "key 'addition_time_embed_dim' is missing"),
+    ("unet/config.json", {"cross_attention_dim": 1024}, "make a context of width 768, the unet takes 1024"),
     ("unet/config.json", {"act_fn": "gelu"}, "act_fn is 'gelu'; supported: 'silu'"),
     ("unet/config.json", {"resnet_time_scale_shift": "scale_shift"}, "resnet_time_scale_shift is 'scale_shift'"),
     ("unet/config.json", {"down_block_types": ["DownBlock2D"] * 3}, "4 block_out_channels need as many down_block_ty"),
@@ -184,7 +187,6 @@ REFUSED = [
     ("text_encoder/config.json", {"num_attention_heads": 7}, "num_attention_heads"),
     ("scheduler/scheduler_config.json", {"clip_sample": True}, "clip_sample = True is not supported"),
     ("scheduler/scheduler_config.json", {"thresholding": True}, "thresholding = True is not supported"),
-    ("scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr"),
     ("scheduler/scheduler_config.json", {"prediction_type": "sample"}, "prediction_type is 'sample'; supported"),
     ("scheduler/scheduler_config.json", {"beta_schedule": "squaredcos_cap_v2"}, "beta_schedule is"),
     ("scheduler/scheduler_config.json", {"use_beta_sigmas": True}, "use_beta_sigmas = True is not supported"),
@@ -199,7 +201,13 @@ REFUSED = [
     ),
     # diffusers would fall back to betas no Stable Diffusion has.
     ("scheduler/scheduler_config.json", {"beta_start": ...}, "key 'beta_start' is missing"),
-    ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "found 'StableDiffusionXLPipeline'"),
+    (
+        "model_index.json",
+        {"_class_name": "StableDiffusionXLImg2ImgPipeline"},
+        "the refiner of Stable Diffusion XL; text",
+    ),
+    ("model_index.json", {"_class_name": "FluxPipeline"}, "found 'FluxPipeline'; text-to-image checkpoints of"),
+    ("model_index.json", {"_class_name": ["StableDiffusionPipeline"]}, r"found \['StableDiffusionPipeline'\]"),
 ]
 
 

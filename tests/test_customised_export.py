@@ -166,12 +166,12 @@ def test_flags(checkpoint_folder, options):
     flags.mark_as_parsed()
     try:
         flags.lora, flags.embedding, flags.checkpoint = *options.values(), str(checkpoint_folder)
-        source = serialize_savedmodels.find_source(export)
+        source = serialize_savedmodels.find_source(sources)
         assert [lora.weight for lora in source.loras] == [WEIGHT] and source.embeddings[0].token == "<cat-x>"
         assert serialize_savedmodels.default_output_dir(source) == "exports/tiny-style-embedded"
         flags.random_weights = True
         with pytest.raises(InputError, match="--lora and --embedding go into a checkpoint"):
-            serialize_savedmodels.find_source(export)
+            serialize_savedmodels.find_source(sources)
     finally:
         for name in names:
             flags[name].value = kept[name] if kept else flags[name].default

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from models import checkpoint, embedding, text_encoder
 from models.checkpoint import Tensor
-from models.config import FAMILIES, InputError
+from models.config import InputError
+from models.families import FAMILIES
 from models.keymaps import DIFFUSERS
 from pipeline import tokenizer
 
@@ -89,11 +90,11 @@ def test_states_equal_the_peers(golden, writer, tmp_path):
         options.append(f"{path}{token}")
     embeddings = [embedding.parse(option) for option in options]
     assert [(e.token, e.count) for e in embeddings] == [(token, len(ids)) for token, ids in IDS.items()]
-    tensors = embedding.extend(tensors, embeddings)
+    tensors = embedding.extend({"text_encoder": tensors}, embeddings)["text_encoder"]
     sizes = writer.TEXT_ENCODER | {"vocab_size": 49414}
     model = text_encoder.TextEncoder(dataclasses.replace(FAMILIES["sd1"].text_encoder, **sizes))
     checkpoint.load([model], tensors, DIFFUSERS["text_encoder"], "text_encoder")
-    found = np.asarray(model(golden["embedding/ids"][:, :20]))
+    found = np.asarray(model(golden["embedding/ids"][:, :20])[0])
     np.testing.assert_allclose(found, golden["embedding/states"], rtol=0, atol=2e-5)
 
 
@@ -105,7 +106,7 @@ def test_rows_are_added_at_the_end(tmp_path):
     three = embedding.read(saved(tmp_path / "a.safetensors", {"<x>": vectors}))
     one = embedding.read(saved(tmp_path / "b.safetensors", {"<y>": np.full(16, 7, np.float16)}))
     assert (three.token, three.count, one.token, one.count) == ("<x>", 3, "<y>", 1)
-    ((name, extended),) = embedding.extend(table(), [three, one]).items()
+    ((name, extended),) = embedding.extend({"text_encoder": table()}, [three, one])["text_encoder"].items()
     assert name == "text_model.embeddings.token_embedding.weight" and extended.shape == (104, 16)
     rows = extended.read()
     assert rows.dtype == np.float32 and rows.shape == (104, 16)
@@ -117,7 +118,7 @@ def test_rows_are_added_at_the_end(tmp_path):
 def test_other_tensors_and_the_flat_name_stay(tmp_path):
     e = embedding.read(saved(tmp_path / "a.safetensors", {"<x>": np.zeros((2, 16), np.float32)}))
     tensors = table(name="embeddings.token_embedding.weight") | {"final_layer_norm.weight": Tensor((16,), None, None)}
-    extended = embedding.extend(tensors, [e])
+    extended = embedding.extend({"text_encoder": tensors}, [e])["text_encoder"]
     assert list(extended) == list(tensors) and extended["final_layer_norm.weight"] is tensors["final_layer_norm.weight"]
     assert extended["embeddings.token_embedding.weight"].shape == (102, 16)
 
@@ -219,20 +220,43 @@ def test_damaged_ids(tmp_path, ids):
 def test_another_width(tmp_path):
     e = embedding.read(saved(tmp_path / "a.safetensors", {"<x>": np.zeros((3, 1024), np.float32)}))
     with pytest.raises(InputError, match="expected vectors of 768 numbers, found 1024; made for another family"):
-        embedding.extend(table(width=768), [e])
+        embedding.extend({"text_encoder": table(width=768)}, [e])
 
 
-@pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1"), ("clip_g",)])
+@pytest.mark.parametrize("names", [("clip_l", "clip_g"), ("text_encoders_0", "text_encoders_1")])
 def test_two_text_encoders(tmp_path, names):
-    path = saved(tmp_path / "a.safetensors", dict.fromkeys(names, np.zeros((3, 16), np.float32)))
-    with pytest.raises(InputError, match="two text encoders .*Stable Diffusion XL has; this model has one"):
-        embedding.read(path)
+    """Each gets its own vectors, as rows of the same ids."""
+    vectors = {names[0]: np.full((3, 16), 7, np.float32), names[1]: np.full((3, 24), 8, np.float16)}
+    e = embedding.read(saved(tmp_path / "style.safetensors", vectors))
+    assert (e.token, e.count) == ("style", 3)
+    both = {"text_encoder": table(), "text_encoder_2": table(width=24), "unet": {"conv_in.bias": None}}
+    extended = embedding.extend(both, [e])
+    assert extended["unet"] is both["unet"]
+    for component, value in (("text_encoder", 7), ("text_encoder_2", 8)):
+        (rows,) = extended[component].values()
+        np.testing.assert_array_equal(rows.read()[100:], np.full((3, rows.shape[1]), value, np.float32))
+
+
+def test_another_number_of_text_encoders(tmp_path):
+    two = dict.fromkeys(("clip_l", "clip_g"), np.zeros((3, 16), np.float32))
+    one = {"<x>": np.zeros((3, 16), np.float32)}
+    models = {"text_encoder": table()}, {"text_encoder": table(), "text_encoder_2": table()}
+    for vectors, model, message in (
+        (two, models[0], r"2 text encoder\(s\), this model has 1"),
+        (one, models[1], "has 2"),
+    ):
+        e = embedding.read(saved(tmp_path / "a.safetensors", vectors))
+        with pytest.raises(InputError, match=message):
+            embedding.extend(model, [e])
+    uneven = {"clip_l": np.zeros((3, 16), np.float32), "clip_g": np.zeros((2, 16), np.float32)}
+    with pytest.raises(InputError, match="expected as many vectors for one text encoder as for the other"):
+        embedding.read(saved(tmp_path / "a.safetensors", uneven))
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "expected one tensor, named by its token, found 0"),
+        ({}, "expected one tensor, named by its token, or clip_l and clip_g, found 0"),
         ({"<x>": np.zeros(16, "float32"), "<y>": np.zeros(16, "float32")}, "found 2: <x>, <y>"),
         (
             {"<x>": np.zeros((1, 1, 16), "float32")},
@@ -251,7 +275,7 @@ def test_files_that_hold_no_embedding(tmp_path, tensors, message):
 
 def test_values_that_are_not_finite(tmp_path):
     e = embedding.read(saved(tmp_path / "a.safetensors", {"<x>": np.full(16, np.nan, "float32")}))
-    (extended,) = embedding.extend(table(), [e]).values()
+    (extended,) = embedding.extend({"text_encoder": table()}, [e])["text_encoder"].values()
     with pytest.raises(InputError, match="a.safetensors: holds NaN or infinite values"):
         extended.read()
 
@@ -259,7 +283,7 @@ def test_values_that_are_not_finite(tmp_path):
 def test_no_table(tmp_path):
     e = embedding.read(saved(tmp_path / "a.safetensors", {"<x>": np.zeros(16, "float32")}))
     with pytest.raises(InputError, match="has no embeddings.token_embedding.weight"):
-        embedding.extend({"other": None}, [e])
+        embedding.extend({"text_encoder": {"other": None}}, [e])
 
 
 def test_pickles_and_absent_files(tmp_path):

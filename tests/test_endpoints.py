@@ -8,7 +8,8 @@ import tensorflow as tf
 from keras import ops
 
 from models import endpoints, loop
-from models.config import FAMILIES, ExportSpec, kerascv_numerics
+from models.config import ExportSpec
+from models.families import FAMILIES, kerascv_numerics
 from pipeline import samplers, schedules
 
 SD1 = FAMILIES["sd1"]
@@ -87,20 +88,20 @@ def test_the_schedule_keeps_its_digits():
 
 
 def encode_tokens(tokens):
-    """[B, 77] to [B, 77, 8]: each vector is its token."""
-    return ops.repeat(ops.cast(tokens, "float32")[..., None], SD1.text_encoder.hidden_size, axis=-1)
+    """[B, 77] to [B, 77, 768]: each vector is its token."""
+    return ops.repeat(ops.cast(tokens, "float32")[..., None], SD1.text_encoder.hidden_size, axis=-1), None
 
 
 @pytest.fixture(scope="module")
 def text():
-    return by_name(endpoints.text_encoder(encode_tokens, SD1, SPEC, EMPTY))
+    return by_name(endpoints.text_encoder([encode_tokens], SD1, SPEC, EMPTY))
 
 
 def test_contexts_come_in_the_order_of_prompts(text):
     """Two prompts of two images: a, a, b, b, and the negative prompts likewise."""
     ones = np.ones((2, 77), "float32")
     a, b, na, nb = (np.full(77, value, "int32") for value in (1, 2, 3, 4))
-    result = text["encode"].function(np.stack([a, b]), np.stack([na, nb]), ones, ones)
+    result = text["encode"].function(ones, ones, tokens=np.stack([a, b]), negative_tokens=np.stack([na, nb]))
     assert result["context"].shape == (4, 77, 768)
     assert result["context"][:, 0, 0].numpy().tolist() == [1, 1, 2, 2]
     assert result["unconditional_context"][:, 0, 0].numpy().tolist() == [3, 3, 4, 4]

@@ -12,7 +12,8 @@ import tensorflow as tf
 from PIL import Image
 
 from models import endpoints
-from models.config import FAMILIES, ExportSpec, InputError, Size
+from models.config import ExportSpec, InputError, Size
+from models.families import FAMILIES
 from pipeline import export, generate, images, load, manifest, noise, samplers, settings, sources
 from pipeline.solvers import ROW, STATE
 

@@ -15,9 +15,10 @@ from keras import ops
 from keras.src.legacy.saving import legacy_h5_format
 
 from models import checkpoint, endpoints, keymaps, loop
-from models.config import FAMILIES, ExportSpec, InputError, kerascv_numerics
+from models.config import ExportSpec, InputError
+from models.families import FAMILIES, kerascv_numerics
 from models.text_encoder import TextEncoder
-from models.unet import UNet, timestep_embedding
+from models.unet import UNet, sinusoidal
 from models.vae import VAEDecoder
 from pipeline import kerascv, samplers, tokenizer
 
@@ -130,7 +131,7 @@ def test_unet_is_kerascv_s(quick_build):
     timestep = ops.convert_to_tensor([981.0, 981.0])
     theirs = kerascv.build("unet", random_seed=0)
     inputs = {
-        "timestep_embedding": timestep_embedding(timestep, CONFIG.unet),
+        "timestep_embedding": sinusoidal(timestep, 320, freq_shift=0, cosine_first=True),
         "latent": latent,
         "context": context,
     }
@@ -226,7 +227,8 @@ def test_steps_and_guidance_are_kerascv_s(monkeypatch, num_steps, scale):
     steps, table = samplers.steps_table("ddim", CONFIG.scheduler, num_steps, max_steps=50)
     # KerasCV's order of calls: unconditional, conditional; its embedding is ours at the table's timesteps.
     embeddings = np.concatenate([call["timestep_embedding"] for call in stubs["unet"].calls[::2]])
-    np.testing.assert_allclose(embeddings, timestep_embedding(steps.rows[:, 0], CONFIG.unet), rtol=0, atol=1e-4)
+    own = sinusoidal(steps.rows[:, 0], 320, freq_shift=0, cosine_first=True)
+    np.testing.assert_allclose(embeddings, own, rtol=0, atol=1e-4)
 
     contexts = [np.asarray(call["context"], np.float32) for call in stubs["unet"].calls[:2]]
     ours, _, _ = loop.denoise(

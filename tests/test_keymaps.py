@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import checkpoint, diffusers, keymaps, text_encoder, unet, vae
-from models.config import FAMILIES, InputError
+from models.config import InputError
+from models.families import FAMILIES
 
 STEM = "diffusion_pytorch_model"
 SD1 = FAMILIES["sd1"]

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import ops
 
 from models import layers, text_encoder, unet, vae
-from models.config import FAMILIES, kerascv_numerics
+from models.families import FAMILIES, kerascv_numerics
 
 SD1 = FAMILIES["sd1"]
 UNET = dataclasses.replace(
@@ -158,12 +158,12 @@ def test_text_encoder_is_causal():
     """Changing token j changes outputs from position j on and none before, bit for bit."""
     encoder = text_encoder.TextEncoder(CLIP)
     tokens = np.random.default_rng(0).integers(100, size=(1, 77)).astype("int32")
-    before = np.array(encoder(tokens))
+    before = np.array(encoder(tokens)[0])
     assert np.isfinite(before).all()
     for j in (0, 1, 40, 76):
         changed = tokens.copy()
         changed[0, j] = (tokens[0, j] + 1) % 100
-        after = np.array(encoder(changed))
+        after = np.array(encoder(changed)[0])
         np.testing.assert_array_equal(after[:, :j], before[:, :j])
         assert (np.abs(after - before).max(-1)[0, j:] > 0).all()
 
@@ -196,12 +196,11 @@ def test_odd_latents(networks, height, width):
 
 def test_time_embedding():
     """Cosines first, frequencies 10000^(-i/half): 0 gives half ones, then half zeros."""
-    config = dataclasses.replace(UNET, block_out_channels=(320, 320))
-    zero, later = np.array(unet.timestep_embedding(np.float32([0, 981]), config))
+    zero, later = np.array(unet.sinusoidal(np.float32([0, 981]), 320, freq_shift=0, cosine_first=True))
     np.testing.assert_array_equal(zero, [1] * 160 + [0] * 160)
     angles = 981 * 10000.0 ** (-np.arange(160) / 160)
     np.testing.assert_allclose(later, np.concatenate([np.cos(angles), np.sin(angles)]), atol=1e-4)
-    swapped = unet.timestep_embedding(np.float32([981]), dataclasses.replace(config, flip_sin_to_cos=False))
+    swapped = unet.sinusoidal(np.float32([981]), 320, freq_shift=0, cosine_first=False)
     np.testing.assert_array_equal(swapped[0], np.roll(later, 160))
 
 

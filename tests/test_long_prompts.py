@@ -73,7 +73,7 @@ def encoder():
 def encode(encoder, blocks, **inputs):
     model, config, _ = encoder
     spec = ExportSpec(32, 48, prompts=2, images_per_prompt=1, dtype="float32", max_steps=4, prompt_chunks=blocks)
-    made = {e.name: e for e in endpoints.text_encoder(model, config, spec, np.zeros(77, "int32"))}
+    made = {e.name: e for e in endpoints.text_encoder([model], config, spec, np.zeros(77, "int32"))}
     assert ("serving_default" in made) == (blocks == 1)
     return {name: np.asarray(value) for name, value in made["encode"].function(**inputs).items()}
 

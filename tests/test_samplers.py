@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models.config import FAMILIES, SAMPLERS_OF_CLASSES, InputError, default_sampler
+from models.config import InputError
+from models.families import FAMILIES, SAMPLERS_OF_CLASSES, default_sampler
 from pipeline import samplers
 from pipeline.samplers import DEFAULTS, OPTIONS, SAMPLERS, steps_table
 from pipeline.schedules import Options

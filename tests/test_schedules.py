@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.config import FAMILIES, InputError, kerascv_numerics
+from models.config import InputError
+from models.families import FAMILIES, kerascv_numerics
 from pipeline import samplers, schedules
 from pipeline.schedules import DEFAULT, SPACINGS, Options
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.config import FAMILIES, InputError
+from models.config import InputError
+from models.families import FAMILIES
 from pipeline import noise, samplers, schedules
 from pipeline.samplers import SAMPLERS
 from pipeline.schedules import SPACINGS, Options
