@@ -1,87 +1,87 @@
-"""Warm-up records: calls that TensorFlow Serving makes itself while it loads a SavedModel, before clients can.
+"""Run every signature once before a version answers, so that the first request finds everything built."""
 
-It reads them from `assets.extra/tf_serving_warmup_requests`, a TFRecord file of PredictionLog messages, and replays
-them on the session: the signature matters, the model's name does not. A record that fails makes the load fail, so
-functions compiled by XLA, which servers refuse unless told otherwise, have records only where asked for.
-"""
-
-from collections.abc import Mapping
+import logging
+import math
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
-from tensorflow.core.framework import tensor_pb2
+from tensorflow_serving.apis import prediction_log_pb2
 
-from models.config import InputError
+from pipeline.serving import predict, status, tensors
+from pipeline.serving.session import INIT_OP, Servable
+from pipeline.serving.status import ServingError
 
-FILE = Path("assets.extra", "tf_serving_warmup_requests")
-# The part of PredictionLog that a warm-up needs: message -> (field, number, type). So an export needs no
-# tensorflow-serving-api; a tensor stands as its bytes, which are the same on the wire as the message.
-MESSAGES = {
-    "ModelSpec": (("name", 1, "string"), ("signature_name", 3, "string")),
-    "Input": (("key", 1, "string"), ("value", 2, "bytes")),  # an entry of map<string, TensorProto>
-    "PredictRequest": (("model_spec", 1, "ModelSpec"), ("inputs", 2, "Input")),
-    "PredictLog": (("request", 1, "PredictRequest"),),
-    "PredictionLog": (("predict_log", 6, "PredictLog"),),
-}
+RECORDS = Path("assets.extra") / "tf_serving_warmup_requests"
+MOST_RECORDS = 1000  # TF Serving's limit; more fail the load
+# Zeros make no step of our loops, which would leave their bodies cold.
+ONES = ("num_steps", "last_step")
+# A signature may refuse zeros; that it answers is what counts.
+REFUSALS = (status.INVALID_ARGUMENT, status.FAILED_PRECONDITION, status.OUT_OF_RANGE)
+MOST_BYTES = 1 << 31
 
-
-def write(saved_model: Path, calls: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Write the warm-up records of one SavedModel.
-
-    Args:
-        saved_model: its folder, PART/VERSION.
-        calls: signature -> the arrays of one call, with the dtypes and shapes of the signature.
-    """
-    path = saved_model / FILE
-    path.parent.mkdir(exist_ok=True)
-    with tf.io.TFRecordWriter(str(path)) as file:
-        for signature, inputs in calls.items():
-            file.write(_record(saved_model.parent.name, signature, inputs))
+log = logging.getLogger(__name__)
 
 
-def _record(model: str, signature: str, inputs: Mapping[str, np.ndarray]) -> bytes:
-    log = _prediction_log()()
-    request = log.predict_log.request
-    request.model_spec.name, request.model_spec.signature_name = model, signature
-    for name, value in inputs.items():
-        request.inputs.add(key=name, value=tf.make_tensor_proto(value).SerializeToString())
-    return log.SerializeToString(deterministic=True)
-
-
-def read(saved_model: Path) -> list[tuple[str, dict[str, np.ndarray]]]:
-    """The warm-up records of one SavedModel as (signature, arrays), in order; none where there is no such file.
+def replay(servable: Servable) -> set[str]:
+    """Run the requests that came with a SavedModel; the names of the signatures that they run.
 
     Raises:
-        InputError: the file is damaged, or holds something other than calls of Predict.
+        ServingError: a request failed, there are too many, or DATA_LOSS for a file that holds none.
     """
-    path, log, found = saved_model / FILE, _prediction_log(), []
+    path = servable.path / RECORDS
     if not path.exists():
-        return found
+        return set()
+    seen = set()
     try:
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-            request = log.FromString(record).predict_log.request
-            inputs = {i.key: tf.make_ndarray(tensor_pb2.TensorProto.FromString(i.value)) for i in request.inputs}
-            found.append((request.model_spec.signature_name or "serving_default", inputs))
-    except (tf.errors.DataLossError, message.DecodeError, TypeError) as error:
-        raise InputError(f"{path}: not a file of warm-up records ({str(error).splitlines()[0]})") from error
-    return found
+        for i, record in enumerate(tf.data.TFRecordDataset(str(path)).as_numpy_iterator()):
+            if i == MOST_RECORDS:
+                raise ServingError(status.INVALID_ARGUMENT, f"{RECORDS}: more than {MOST_RECORDS} warm-up records")
+            request = prediction_log_pb2.PredictionLog.FromString(record).predict_log.request
+            name, signature = predict.find_signature(servable.signatures, request.model_spec.signature_name)
+            predict.check_inputs(signature, request.inputs)
+            arrays = {key: tensors.to_array(proto, key, MOST_BYTES) for key, proto in request.inputs.items()}
+            outputs = predict.choose_outputs(signature, request.output_filter)
+            servable.run(predict.with_defaults(signature, arrays), [signature.outputs[alias].name for alias in outputs])
+            seen.add(name)
+    except tf.errors.OpError as error:
+        raise ServingError(error.error_code, f"{RECORDS}: {error.message}") from error
+    except ServingError as error:
+        raise ServingError(error.code, f"{RECORDS}: {error.text}") from error
+    except Exception as error:  # protobuf's own
+        raise ServingError(status.DATA_LOSS, f"{RECORDS}: not a file of warm-up records ({error})") from error
+    return seen
 
 
-def _prediction_log():
-    """The message class PredictionLog, made from MESSAGES."""
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="warmup.proto", package="warmup", syntax="proto3")
-    for name, fields in MESSAGES.items():
-        made = file.message_type.add(name=name)
-        for field_name, number, kind in fields:
-            label = field.LABEL_REPEATED if kind == "Input" else field.LABEL_OPTIONAL
-            added = made.field.add(name=field_name, number=number, label=label)
-            if kind in MESSAGES:
-                added.type, added.type_name = field.TYPE_MESSAGE, f".warmup.{kind}"
+def run_zeros(servable: Servable, skip: set[str], strict: bool) -> None:
+    """Run each signature on zeros, unknown sizes taken as 1.
+
+    Args:
+        skip: signatures that have run already. strict: fail where one breaks down, else only say so.
+
+    Raises:
+        ServingError: a signature broke down (`strict`).
+    """
+    for name, signature in servable.signatures.items():
+        if name == INIT_OP or name in skip or not signature.outputs:
+            continue
+        feeds = {info.name: _zeros(key, info) for key, info in signature.inputs.items()}
+        try:
+            servable.run(feeds, [info.name for info in signature.outputs.values()])
+        except ServingError as error:
+            if "XLA compilation disabled" in error.text:
+                log.info("%s needs --xla_cpu_compilation_enabled", name)
+            elif strict and error.code not in REFUSALS:
+                raise ServingError(error.code, f"{name} cannot run: {error.text}") from error
             else:
-                added.type = {"string": field.TYPE_STRING, "bytes": field.TYPE_BYTES}[kind]
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("warmup.PredictionLog"))
+                log.info("%s does not take zeros: %s", name, error)
+
+
+def _zeros(name: str, info) -> np.ndarray:
+    dtype = tf.as_dtype(info.dtype)
+    shape = [] if info.tensor_shape.unknown_rank else [max(dim.size, -1) for dim in info.tensor_shape.dim]
+    shape = [1 if size < 0 else size for size in shape]
+    if dtype == tf.string:
+        return np.full(shape, b"", object)
+    array = np.zeros(shape, dtype.as_numpy_dtype)
+    return array + array.dtype.type(1) if name in ONES and math.prod(shape) == 1 else array

@@ -1,0 +1,238 @@
+"""From flags to a running server: load, warm up, listen, be ready; and on SIGTERM drain and go."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import signal
+from pathlib import Path
+
+import tensorflow as tf
+from google.protobuf import text_format
+
+from models.config import InputError
+from pipeline import load as device
+from pipeline import manifest
+from pipeline.serving import config, grpc_server, rest, session, source, status, warmup
+from pipeline.serving.admission import Admission
+from pipeline.serving.metrics import Metrics
+from pipeline.serving.models import Models
+from pipeline.serving.predict import Core
+from pipeline.serving.source import Source
+from pipeline.serving.status import ServingError
+
+MONITORING_PATH = "/monitoring/prometheus/metrics"
+
+log = logging.getLogger(__name__)
+
+
+def versions() -> str:
+    """What --version prints."""
+    api = importlib.metadata.version("tensorflow-serving-api")
+    return f"pipeline.serving, protocol of TensorFlow ModelServer {api}\nTensorFlow Library: {tf.__version__}"
+
+
+def run(flags, export: Path | None) -> int:
+    """Serve until told to stop; the exit code. Raises InputError where nothing can be served."""
+    device.prepare_device()
+    tf.get_logger().setLevel("ERROR")  # the session loader calls itself deprecated
+    if not (flags.xla or flags.xla_cpu_compilation_enabled or flags.xla_gpu_compilation_enabled):
+        session.disable_xla()
+    core = asyncio.run(_serve(flags, export))
+    if core.admission.running:
+        # XLA cannot be stopped and Python would wait for its thread.
+        log.warning("leaving %d run(s) behind", core.admission.running)
+        os._exit(0)
+    return 0
+
+
+def loader(flags):
+    """The function that loads one version of a source, in a thread; it raises ServingError."""
+    tags, settings = tuple(flags.saved_model_tags.split(",")), session_config(flags)
+
+    def load(origin: Source, number: int) -> dict[str, session.Servable]:
+        try:
+            if origin.export is not None:
+                contract = manifest.read(origin.export, number)
+                if flags.verify:
+                    manifest.verify(contract)
+            servables = {}
+            for name in origin.names:
+                servables[name] = servable = session.Servable(origin.path(name, number), tags, settings)
+                seen = warmup.replay(servable) if flags.enable_model_warmup else set()
+                warmup.run_zeros(servable, seen, strict=origin.export is not None)
+            return servables
+        except InputError as error:
+            # Clients read this: what is wrong, not where on our disk.
+            raise ServingError(status.DATA_LOSS, str(error).replace(f"{origin.where}/", "")) from error
+
+    return load
+
+
+def session_config(flags) -> tf.compat.v1.ConfigProto:
+    """Of every session. Raises InputError for a file that holds none."""
+    found = tf.compat.v1.ConfigProto()
+    if flags.tensorflow_session_config_file:
+        try:
+            text_format.Parse(Path(flags.tensorflow_session_config_file).read_text(encoding="utf-8"), found)
+        except (OSError, text_format.ParseError) as error:
+            raise InputError(f"--tensorflow_session_config_file: {error}") from error
+    both = flags.tensorflow_session_parallelism
+    if both and (flags.tensorflow_intra_op_parallelism or flags.tensorflow_inter_op_parallelism):
+        raise InputError("--tensorflow_session_parallelism sets both pools; leave the other two flags out")
+    for field in ("intra_op_parallelism", "inter_op_parallelism"):
+        if both or flags[f"tensorflow_{field}"].value:
+            setattr(found, f"{field}_threads", both or flags[f"tensorflow_{field}"].value)
+    if flags.per_process_gpu_memory_fraction:
+        found.gpu_options.per_process_gpu_memory_fraction = flags.per_process_gpu_memory_fraction
+    found.gpu_options.allow_growth = True
+    return found
+
+
+def find_sources(flags, export: Path | None) -> list[Source]:
+    """What the flags ask to serve. Raises InputError."""
+    if export is not None:
+        return [source.from_export(export, source.Policy(latest=flags.num_versions))]
+    if not flags.model_config_file:
+        return [Source(((flags.model_name, Path(flags.model_base_path)),))]
+    try:
+        return config.to_sources(config.read_models(Path(flags.model_config_file)))
+    except ServingError as error:
+        raise InputError(f"--model_config_file {flags.model_config_file}: {error.text}") from error
+
+
+async def _serve(flags, export: Path | None) -> Core:
+    sources = find_sources(flags, export)
+    monitoring = MONITORING_PATH
+    if flags.monitoring_config_file:
+        monitoring = config.read_monitoring_path(Path(flags.monitoring_config_file))
+    models = Models(loader(flags), flags.max_num_load_retries, flags.load_retry_interval_micros / 1e6)
+    admission = Admission(flags.max_running, flags.max_queued)
+    core = Core(models, admission, Metrics(), flags.max_request_mib << 20, flags.enable_serialization_as_tensor_content)
+    core.metrics.watch(core)
+    stop = _stop_on_signals()
+    labels = flags.allow_version_labels_for_unavailable_models
+    async with contextlib.AsyncExitStack() as stack:
+        if flags.file_system_poll_wait_seconds > 0:
+            stack.enter_context(_background(models.watch(flags.file_system_poll_wait_seconds)))
+        if not await _until(stop, models.configure(sources, unavailable_labels=labels)):
+            return core
+        if flags.model_config_file and flags.model_config_file_poll_wait_seconds > 0:
+            stack.enter_context(_background(_watch_config(flags, models, sources, labels)))
+        reload = _reloader(models, sources, labels)
+        server, checks = grpc_server.make_server(core, reload, _grpc_options(flags.grpc_channel_arguments))
+        runner = rest.make_runner(
+            core, flags.rest_api_timeout_in_ms / 1000, monitoring, flags.rest_api_enable_cors_support
+        )
+        await _listen(flags, server, runner)
+        core.ready = True
+        await grpc_server.set_health(checks, True)
+        names = ", ".join(f"{v.model} {v.number}" for v in models.available())
+        print(f"serving {names}: gRPC {flags.host}:{flags.port}, REST {flags.host}:{flags.rest_api_port}", flush=True)
+        await stop.wait()
+        await _drain(core, server, checks, runner, flags.grace_period)
+    return core
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def handle(number):
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    return stop
+
+
+async def _until(stop: asyncio.Event, work) -> bool:
+    """Whether `work` was done before the stop; its errors are the user's."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        return False
+    try:
+        task.result()
+    except ServingError as error:
+        raise InputError(f"cannot serve: {error.text}") from error
+    return True
+
+
+@contextlib.contextmanager
+def _background(work):
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def _grpc_options(text: str) -> list[tuple[str, object]]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    return [(name, int(value) if value.lstrip("-").isdecimal() else value) for name, _, value in pairs]
+
+
+def _reloader(models: Models, started_with: list[Source], unavailable_labels: bool):
+    """Clients may choose among the folders beside those the server was started with, and no others."""
+    roots = {path.resolve().parent for origin in started_with for _, path in origin.base_paths}
+
+    async def reload(message) -> None:
+        if any(origin.export for origin in started_with):
+            raise ServingError(status.FAILED_PRECONDITION, "this server serves an export; its models are fixed")
+        sources = config.to_sources(message)
+        for origin in sources:
+            for name, path in origin.base_paths:
+                if not any(path.resolve().is_relative_to(root) for root in roots):
+                    text = f"model {name}: its base_path is outside the folders this server was started with"
+                    raise ServingError(status.PERMISSION_DENIED, text)
+        await models.configure(sources, unavailable_labels=unavailable_labels)
+
+    return reload
+
+
+async def _watch_config(flags, models: Models, current: list[Source], unavailable_labels: bool) -> None:
+    while True:
+        await asyncio.sleep(flags.model_config_file_poll_wait_seconds)
+        try:
+            found = await asyncio.to_thread(find_sources, flags, None)
+            if found != current:
+                await models.configure(found, unavailable_labels=unavailable_labels)
+                current = found
+        except (InputError, ServingError) as error:
+            log.warning("--model_config_file stays as it was read before: %s", error)
+
+
+async def _listen(flags, server, runner) -> None:
+    try:
+        if flags.port:
+            server.add_insecure_port(f"{flags.host}:{flags.port}")
+        if flags.grpc_socket_path:
+            server.add_insecure_port(f"unix:{flags.grpc_socket_path}")
+    except RuntimeError as error:
+        raise InputError(f"--port {flags.port}: cannot listen on {flags.host} ({error})") from error
+    await server.start()
+    await runner.setup()
+    if flags.rest_api_port:
+        try:
+            await rest.web.TCPSite(runner, flags.host, flags.rest_api_port, shutdown_timeout=1).start()
+        except OSError as error:
+            raise InputError(f"--rest_api_port {flags.rest_api_port}: cannot listen ({error.strerror})") from error
+
+
+async def _drain(core: Core, server, checks, runner, grace: float) -> None:
+    """Refuse what is new, finish what has begun, at most for the grace period."""
+    log.info("stopping: %d request(s) in flight", core.active)
+    core.ready, core.draining = False, True
+    await grpc_server.set_health(checks, False)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(grace - 1.0, 0.0)):  # the rest is for the answers' last bytes
+            while core.active:
+                core.idle.clear()
+                await core.idle.wait()
+    await asyncio.gather(server.stop(0.5), runner.cleanup())
