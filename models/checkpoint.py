@@ -157,9 +157,12 @@ def split_option(option: str) -> tuple[Path, str | None]:
     return path, option[end + 1 :] if end < len(option) else None
 
 
+# A class that training left in published checkpoints; what it holds is not needed.
+LEFT_OVER = "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint"
 # Run where PyTorch and safetensors are installed: python -c PROGRAM FILE.ckpt FILE.safetensors
 CONVERT = (
     "import sys, torch, safetensors.torch as s; "
+    f'torch.serialization.add_safe_globals([(type("Inert", (), {{}}), "{LEFT_OVER}")]); '
     'd = torch.load(sys.argv[1], map_location="cpu", weights_only=True); d = d.get("state_dict", d); '
     "s.save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in d.items() if torch.is_tensor(v)}, "
     "sys.argv[2])"

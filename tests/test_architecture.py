@@ -27,10 +27,10 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
-    *("models.files", "pipeline.hub", "pipeline.locate"),
+    *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles"),
 }
 # The only doors into the networks; everything else sees the plain data of models.config and models.families.
-USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate"}
+USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate", "pipeline.pickles"}
 OPTIONAL = {"torch", "transformers", "diffusers", "keras_cv", "keras_hub", "flax", "jax", "matplotlib", "safetensors"}
 
 
