@@ -93,7 +93,8 @@ def alphas_cumprod(config: SchedulerConfig) -> np.ndarray:
     a run's latents by 1.3e-5 (Euler, largest) instead of 4e-6.
 
     Returns:
-        float64[num_train_timesteps] in (0, 1), strictly falling, each a float32 value.
+        float64[num_train_timesteps] in (0, 1), strictly falling, each a float32 value. With rescale_betas_zero_snr the
+        last is 0.
 
     Raises:
         InputError: an unknown beta_schedule, or betas outside (0, 1).
@@ -111,7 +112,21 @@ def alphas_cumprod(config: SchedulerConfig) -> np.ndarray:
     else:
         betas = _linspace_float32(start, end, count)
     alphas = np.float32(1) - betas
+    if config.rescale_betas_zero_snr:
+        alphas = _zero_snr(alphas)
     return np.cumprod(alphas, dtype=np.float64).astype(np.float32).astype(np.float64)
+
+
+def _zero_snr(alphas: np.ndarray) -> np.ndarray:
+    """The same schedule shifted to end at no signal at all (Lin et al. 2023, arXiv:2305.08891, algorithm 1).
+
+    In float32 and by way of the betas, as diffusers computes it; PyTorch's square root differs in its last bit.
+    """
+    signal = np.sqrt(np.cumprod(alphas, dtype=np.float64).astype(np.float32))
+    first, last = signal[0], signal[-1]
+    products = ((signal - last) * (first / (first - last))) ** 2
+    betas = np.float32(1) - np.concatenate([products[:1], products[1:] / products[:-1]])
+    return np.float32(1) - betas
 
 
 def timesteps(config: SchedulerConfig, spacing: str, num_steps: int, steps_offset: int) -> np.ndarray:
@@ -147,7 +162,7 @@ def timestep_levels(config: SchedulerConfig, num_steps: int, options: Options) -
         grid = timesteps(config, config.timestep_spacing, num_steps, config.steps_offset).astype(np.float64)
     schedule = alphas_cumprod(config)
     last = 1.0 if config.set_alpha_to_one else schedule[0]
-    return Levels(grid, np.append(schedule[grid.astype(np.int64)], last))
+    return Levels(grid, np.append(_with_signal(config, schedule[grid.astype(np.int64)]), last))
 
 
 def interpolated_levels(config: SchedulerConfig, num_steps: int, options: Options) -> Levels:
@@ -231,7 +246,17 @@ def distilled_levels(config: SchedulerConfig, num_steps: int, options: Options) 
         taught = np.arange(original, 0, -1) * (count // original) - 1
         grid = taught[np.floor(np.linspace(0, original, num_steps, endpoint=False)).astype(np.int64)]
         grid = grid.astype(np.float64)
-    return Levels(grid, np.append(alphas_cumprod(config)[grid.astype(np.int64)], 1.0))
+    return Levels(grid, np.append(_with_signal(config, alphas_cumprod(config)[grid.astype(np.int64)]), 1.0))
+
+
+def _with_signal(config: SchedulerConfig, alphas: np.ndarray) -> np.ndarray:
+    """Refuse levels without any signal where the model predicts the noise: it says nothing about the picture there."""
+    if config.prediction_type == "epsilon" and np.any(alphas == 0):
+        raise InputError(
+            "with rescale_betas_zero_snr the run starts without any signal, where a model that predicts epsilon says "
+            "nothing; use euler, or correct prediction_type in scheduler_config.json"
+        )
+    return alphas
 
 
 def check_integer(what: str, value, most: int, whose: str) -> None:
@@ -277,7 +302,8 @@ def _sigmas(config: SchedulerConfig) -> np.ndarray:
 
     Exponential levels are made from these and their timesteps cut off, so that one bit decides between 999 and 998.
     """
-    schedule = alphas_cumprod(config).astype(np.float32)
+    # With zero terminal SNR the last level would be infinite; diffusers takes float16's smallest number for 0.
+    schedule = np.maximum(alphas_cumprod(config).astype(np.float32), np.float32(2**-24))
     return np.sqrt((1 - schedule) / schedule).astype(np.float64)
 
 

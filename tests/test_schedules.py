@@ -19,10 +19,14 @@ def scheduler(name="euler", **changes):
     return samplers.resolved(name, dataclasses.replace(SD1, **changes))
 
 
-def test_alphas_cumprod_is_diffusers_table_to_the_bit():
+def test_alphas_cumprod_is_diffusers_table():
     np.testing.assert_array_equal(schedules.alphas_cumprod(SD1), GOLDENS["alphas_cumprod"])
     linear = dataclasses.replace(SD1, beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
     np.testing.assert_array_equal(schedules.alphas_cumprod(linear), GOLDENS["alphas_cumprod_linear"])
+    zero_snr = schedules.alphas_cumprod(dataclasses.replace(SD1, rescale_betas_zero_snr=True))
+    # The square root's last bit.
+    np.testing.assert_allclose(zero_snr, GOLDENS["alphas_cumprod_zero_snr"], rtol=5e-6, atol=0)
+    assert zero_snr[-1] == 0
 
 
 def test_alphas_cumprod_known_values():

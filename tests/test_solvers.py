@@ -69,7 +69,10 @@ def test_every_step_equals_diffusers(name, n, changes, options, where):
     _, seen = run_rows(steps.rows, np.float32(steps.noise) * GOLDENS["start"], dummy_model)
     error = np.abs(seen - expected).max(axis=1) / np.abs(expected).max(axis=1)
     # Where outputs or slopes are remembered, diffusers' float32 coefficients lose more.
-    assert error.max() <= (5e-5 if name in ("pndm", "heun", "deis") else 1e-5)
+    bar = 5e-5 if name in ("pndm", "heun", "deis") or "rescale_betas_zero_snr" in changes else 1e-5
+    if name in ("euler", "euler_a") and "rescale_betas_zero_snr" in changes:
+        bar = 2e-4  # there its latents, in sigma's scale, start 4096 times as large
+    assert error.max() <= bar
 
 
 def test_every_sampler_has_its_goldens():

@@ -182,6 +182,9 @@ def cases():
     for name in ("euler", "euler_a", "lms"):
         yield name, 11, plain, listed
     yield "euler", 3, plain, {"sigmas": [5.5, 2.25, 1.0, 0.5]}
+    zero_snr = {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+    for name, n in itertools.product(("ddim", "euler", "euler_a", "dpmpp_2m", "unipc"), (1, 3, 10)):
+        yield name, n, {**zero_snr, "set_alpha_to_one": True} if name == "ddim" else zero_snr, {}
 
 
 def pipeline_latents():
@@ -237,6 +240,7 @@ def main():
         latents=latents,
         alphas_cumprod=diffusers.DDIMScheduler(**BETAS).alphas_cumprod.numpy(),
         alphas_cumprod_linear=linear.alphas_cumprod.numpy(),
+        alphas_cumprod_zero_snr=diffusers.DDIMScheduler(**BETAS, rescale_betas_zero_snr=True).alphas_cumprod.numpy(),
     )
 
 
