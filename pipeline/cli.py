@@ -27,8 +27,8 @@ def run(main: Callable[[list[str]], object]) -> None:
             # Whoever read our output (`| head`) has seen enough; what is left must not fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + 13  # as if SIGPIPE had ended us
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+        except KeyboardInterrupt as error:
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
             return 130
 
     app.run(guarded)

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import images, manifest, noise, samplers, schedules, solvers, tokenizer
+from pipeline import images, noise, samplers, schedules, solvers, tokenizer
 from pipeline.manifest import Functions, chain_signature
-from pipeline.schedules import Options
 from pipeline.settings import Settings, settings, table
 
 log = logging.getLogger(__name__)
+
+
+Pictures = dict[int, np.ndarray]  # image number -> uint8[H, W, 3]
 
 
 def generate(
@@ -34,6 +35,9 @@ def generate(
     steps_per_call: int | None = None,
     init_image=None,
     init_crop: bool = False,
+    finished: Callable[[Pictures], object] | None = None,
+    preview: Callable[[int, Pictures], object] | None = None,
+    preview_every: int | None = None,
     **how,
 ) -> np.ndarray:
     """Draw pictures; any number of prompts and images, whatever the export's batch is.
@@ -48,6 +52,8 @@ def generate(
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
         init_image, init_crop: picture to start from, a path or an array, see `pipeline.images`; None: noise alone.
+        finished: told the pictures of each call of `decode`, by image number.
+        preview: told the row and what the pictures look like there, after every `preview_every` rows but the last.
         how: sampler, num_steps and whatever else `pipeline.settings.settings` takes.
 
     Returns:
@@ -59,28 +65,36 @@ def generate(
     prompts = _listed(prompts)
     spec = functions.manifest.spec
     num_images = spec.images_per_prompt if num_images is None else num_images
-    _check_positive(num_images=num_images, steps_per_call=steps_per_call)
+    _check_positive(num_images=num_images, steps_per_call=steps_per_call, preview_every=preview_every)
     total = len(prompts) * num_images
-    negatives = _per_prompt(negative_prompt, len(prompts))
-    scales = _per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
+    negatives = per_prompt(negative_prompt, len(prompts))
+    scales = per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
     chosen = settings(functions, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
     picture = images.encode(functions, init_image, init_crop)
     seeds = noise.image_seeds(seed, total)
-    encoder = tokenizer.load(functions.manifest.folder / "tokenizer")
-    warn_of_cuts(functions, encoder, prompts, negatives, prompt_weighting)
+    tokenizers = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
+    warn_of_cuts(functions, tokenizers[0], prompts, negatives, prompt_weighting)
 
-    drawn: dict[int, np.ndarray] = {}
+    drawn: Pictures = {}
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
         # rows: image number for each of the N places, repeated where the last call is not full.
         places = [row // num_images for row in rows[:: spec.images_per_prompt]]
         texts = [[given[place] for place in places] for given in (prompts, negatives)]
-        contexts = encode(functions, encoder, *texts, prompt_weighting)
+        contexts = encode(functions, tokenizers, *texts, prompt_weighting)
+        show = None if preview is None else _shown(functions, rows, preview)
         latent = denoise(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
-            *([scales[row] for row in rows], picture),
+            *([scales[row] for row in rows], picture, show, preview_every),
         )
-        drawn |= zip(rows, decode(functions, latent), strict=True)
+        made = dict(zip(rows, decode(functions, latent), strict=True))
+        if finished is not None:
+            finished(made)
+        drawn |= made
     return np.stack([drawn[row] for row in range(total)])
+
+
+def _shown(functions: Functions, rows: list[int], preview: Callable[[int, Pictures], object]):
+    return lambda row, latent: preview(row, dict(zip(rows, decode(functions, latent), strict=True)))
 
 
 def _listed(prompts: str | Sequence[str]) -> list[str]:
@@ -131,25 +145,34 @@ def warn_of_cuts(
 
 
 def encode(
-    functions: Functions, encoder, prompts: list[str], negatives: list[str | None], prompt_weighting: bool = True
+    functions: Functions,
+    tokenizers: Sequence[tokenizer.Tokenizer],
+    prompts: list[str],
+    negatives: list[str | None],
+    prompt_weighting: bool = True,
 ) -> dict:
-    """P prompts and negative prompts to the inputs of `denoise` that depend on them, by name."""
-    blocks = functions.manifest.spec.prompt_chunks
-    tokens, weights, _ = encoder.weigh_batch(prompts, blocks, prompt_weighting)
-    negative_tokens, negative_weights, _ = encoder.weigh_batch(
-        [negative or "" for negative in negatives], blocks, prompt_weighting
-    )
-    contexts = functions.encode(
-        tokens=tokens,
-        negative_tokens=negative_tokens,
-        token_weights=weights,
-        negative_token_weights=negative_weights,
-    )
-    if functions.manifest.zero_unconditional:
-        given = np.repeat([negative is not None for negative in negatives], functions.manifest.spec.images_per_prompt)
+    """P prompts and negative prompts, and the picture's size, to the inputs of `denoise` that depend on them, by name.
+
+    Args:
+        tokenizers: of the export, one per text encoder; see `pipeline.tokenizer.of_export`.
+    """
+    contract, inputs = functions.manifest, {}
+    spec = contract.spec
+    for suffix, words in zip(("", "_2"), tokenizers, strict=False):
+        for sign, texts in (("", prompts), ("negative_", [negative or "" for negative in negatives])):
+            ids, weights, _ = words.weigh_batch(texts, spec.prompt_chunks, prompt_weighting)
+            # The encoders' tokens differ in their padding only, so one row of weights serves both.
+            inputs |= {f"{sign}tokens{suffix}": ids, f"{sign}token_weights": weights}
+    contexts = functions.encode(**inputs)
+    if contract.zero_unconditional:
+        given = np.repeat([negative is not None for negative in negatives], spec.images_per_prompt)
         for name in [name for name in contexts if name.startswith("unconditional_")]:
             value = np.asarray(contexts[name])
             contexts[name] = value * given.reshape(-1, *[1] * (value.ndim - 1)).astype(value.dtype)
+    if contract.config.unet.addition_time_embed_dim is not None:
+        # Original size, crop and target size, height first (Podell et al. 2023, section 2.2): a picture not cut.
+        size = (functions.size.height, functions.size.width)
+        contexts["time_ids"] = np.tile(np.float32([*size, 0, 0, *size]), (spec.num_images, 1))
     return contexts
 
 
@@ -162,12 +185,15 @@ def denoise(
     steps_per_call: int | None = None,
     guidance_scales: Sequence[float] | None = None,
     picture: tuple[np.ndarray, np.ndarray] | None = None,
+    preview: Callable[[int, np.ndarray], object] | None = None,
+    preview_every: int | None = None,
 ):
     """Initial noise from `seeds` to the final latent f32[N,h,w,4]. Raises InputError when it is not finite.
 
     Args:
         guidance_scales: of each of the N images; None takes `chosen.guidance_scale` for all.
         picture: mean and standard deviation of the latent f32[h,w,4] to start from, where `chosen` has a strength.
+        preview: told the row and the denoised latent f32[N,h,w,4] there, after every `preview_every` rows.
     """
     steps, rows = table(functions, chosen)
     part, signature = chain_signature(functions.manifest.spec, "denoise", functions.size)
@@ -182,7 +208,10 @@ def denoise(
     state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
     # Without guidance half the work would be thrown away.
     guided = steps.rows[:, solvers.ROW["g"]][:, 0] * max(float(scales.max()) - 1.0, 0.0) > 0
-    for first, last in stretches(guided, steps_per_call):
+    if functions.manifest.config.unet.time_cond_proj_dim is not None:
+        # Distilled with guidance: every call is told the scale.
+        guided[:] = True
+    for first, last in stretches(guided, steps_per_call, preview_every):
         every = {
             "steps": rows,
             "first_step": np.int32(first),
@@ -198,6 +227,8 @@ def denoise(
         state = {"latent": result["latent"], "memory": result["memory"]}
         if progress is not None:
             progress(last - first)
+        if preview is not None and preview_every and last % preview_every == 0 and last < len(guided):
+            preview(last, result["denoised"])
     if not np.isfinite(np.asarray(state["latent"])).all():
         raise InputError("the latents hold NaN or infinite values: the weights or the dtype cannot draw this")
     return state["latent"]
@@ -226,9 +257,14 @@ def decode(functions: Functions, latent) -> np.ndarray:
     return np.asarray(decoded["generated_images"])
 
 
-def stretches(guided: np.ndarray, most: int | None) -> list[tuple[int, int]]:
-    """Runs of rows that are all guided or all not, none longer than `most`: [(first, end)], in order."""
-    cuts = [0, *(i for i in range(1, len(guided)) if guided[i] != guided[i - 1]), len(guided)]
+def stretches(guided: np.ndarray, most: int | None, every: int | None = None) -> list[tuple[int, int]]:
+    """Runs of rows that are all guided or all not, none longer than `most`, with an end after each `every` rows.
+
+    Returns:
+        [(first, end)], in order.
+    """
+    changes = {i for i in range(1, len(guided)) if guided[i] != guided[i - 1]}
+    cuts = sorted({0, *changes, *range(0, len(guided), every or len(guided)), len(guided)})
     return [
         (start, min(start + (most or len(guided)), end))
         for begin, end in zip(cuts, cuts[1:], strict=False)
@@ -236,7 +272,8 @@ def stretches(guided: np.ndarray, most: int | None) -> list[tuple[int, int]]:
     ]
 
 
-def _per_image(guidance_scale, count: int, default: float) -> list[float]:
+def per_image(guidance_scale, count: int, default: float) -> list[float]:
+    """A guidance scale for each of `count` images from None, one, or one per image. Raises InputError."""
     if guidance_scale is None or isinstance(guidance_scale, int | float | np.number):
         return [default if guidance_scale is None else float(guidance_scale)] * count
     scales = [float(scale) for scale in guidance_scale]
@@ -245,7 +282,8 @@ def _per_image(guidance_scale, count: int, default: float) -> list[float]:
     return scales * (count if len(scales) == 1 else 1)
 
 
-def _per_prompt(negative_prompt, count: int) -> list[str | None]:
+def per_prompt(negative_prompt, count: int) -> list[str | None]:
+    """A negative prompt, or None, for each of `count` prompts from None, one, or one per prompt. Raises InputError."""
     if negative_prompt is None or isinstance(negative_prompt, str):
         return [negative_prompt] * count
     negatives = list(negative_prompt)
@@ -268,87 +306,9 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def _options() -> Options:
-    """The sampler's options as the flags say them."""
-    lists = {}
-    for name in ("timesteps", "sigmas"):
-        try:
-            lists[name] = None if FLAGS[name].value is None else tuple(map(float, FLAGS[name].value))
-        except ValueError as error:
-            raise InputError(f"--{name}: expected numbers with commas between them ({error})") from error
-    return Options(FLAGS.eta, FLAGS.timestep_spacing, FLAGS.sigma_schedule, **lists)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InputError(f"--guidance_scale {text!r}: expected a number") from error
-
-
-def _settings(functions: Functions, guidance_scale: float) -> Settings:
-    """What the flags say, with notices of what the checkpoint leaves open."""
-    chosen = settings(
-        *(functions, FLAGS.sampler, FLAGS.num_steps, guidance_scale, FLAGS.guidance_rescale),
-        *(FLAGS.guidance_start, FLAGS.guidance_end, _options(), FLAGS.strength, FLAGS.init_image is not None),
-    )
-    for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):
-        log.warning("%s", notice)
-    return chosen
-
-
-def main(argv):
-    prompts = argv[1:] + (read_prompts(FLAGS.prompts_file) if FLAGS.prompts_file else [])
-    if not prompts:
-        raise InputError('expected a prompt: python -m pipeline.generate "a red apple" (or --prompts_file FILE)')
-    # Before TensorFlow starts, which takes seconds.
-    contract = manifest.read(FLAGS.models, FLAGS.version)
-    if FLAGS.verify:
-        manifest.verify(contract)
-    size = manifest.pick_size(contract, FLAGS.width, FLAGS.height)
-    init_image = FLAGS.init_image
-    if init_image is not None:
-        init_image = images.prepare(contract, size, init_image, FLAGS.init_crop)
-    cli.import_tensorflow()
-    from pipeline import load, pictures
-
-    functions = load.local(
-        *(FLAGS.models, FLAGS.jit_compile, tuple(FLAGS.jit_components), contract.version, False),
-        width=size.width,
-        height=size.height,
-    )
-    spec, defaults = functions.manifest.spec, functions.manifest.config.defaults
-    num_images = FLAGS.num_images or spec.images_per_prompt
-    total = len(prompts) * num_images
-    scales = _per_image([_number(scale) for scale in FLAGS.guidance_scale] or None, total, defaults.guidance_scale)
-    chosen = _settings(functions, scales[0])
-    negatives = _per_prompt(FLAGS.negative_prompt or None, len(prompts))
-    calls = len(batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt))
-    rows = len(table(functions, chosen)[0].rows)
-    with tqdm(total=calls * rows, desc="denoise", unit="call") as bar:
-        drawn = generate(
-            functions,
-            prompts,
-            negatives,
-            FLAGS.seed,
-            num_images,
-            guidance_scale=scales,
-            prompt_weighting=FLAGS.prompt_weighting,
-            progress=bar.update,
-            steps_per_call=FLAGS.steps_per_call,
-            init_image=init_image,
-            **{name: value for name, value in vars(chosen).items() if name != "guidance_scale"},
-        )
-    for i, (image, seed) in enumerate(zip(drawn, noise.image_seeds(FLAGS.seed, total), strict=True)):
-        prompt = i // num_images
-        text = pictures.parameters(functions, prompts[prompt], negatives[prompt], seed, chosen, scales[i])
-        print(pictures.save(image, seed, text, Path(FLAGS.output)))
-
-
 if __name__ == "__main__":
-    from pipeline import cli
+    from pipeline import cli, draw
 
-    FLAGS = flags.FLAGS
     flags.DEFINE_string("models", "exports/emoji", "Export to draw with; made by serialize_savedmodels.py.")
     flags.DEFINE_multi_string("negative_prompt", [], "What not to draw: once for all prompts, or once per prompt.")
     flags.DEFINE_string("prompts_file", None, "Text file with more prompts, one a line.")
@@ -377,6 +337,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")
+    flags.DEFINE_integer("preview_every", None, "Write OUTPUT/previews/SEED-STEP.png every k steps.", lower_bound=1)
+    flags.DEFINE_string("server", None, "Draw on this server, grpc://HOST:8500 or http://HOST:8501, not here.")
+    flags.DEFINE_float("timeout", 600.0, "Seconds that one call of the server may take.", lower_bound=0.001)
     flags.DEFINE_integer("version", None, "Version of the export. Default: the newest.")
     flags.DEFINE_bool("verify", True, "Check the export's checksums first.")
-    cli.run(main)
+    cli.run(draw.main)

@@ -168,11 +168,16 @@ def list_versions(folder: Path) -> list[int]:
     return sorted(int(p.stem) for p in (folder / "manifests").glob("*.json") if p.stem.isdecimal())
 
 
-def verify(manifest: Manifest) -> None:
-    """Check every file of the export against the manifest. Raises InputError naming the first that differs."""
-    total = sum(p.stat().st_size for name in manifest.files if (p := manifest.folder / name).exists())
+def verify(manifest: Manifest, prefix: str = "") -> None:
+    """Check every file of the export, or those whose names start so, against the manifest.
+
+    Raises:
+        InputError: names the first that differs.
+    """
+    files = {name: digest for name, digest in manifest.files.items() if name.startswith(prefix)}
+    total = sum(p.stat().st_size for name in files if (p := manifest.folder / name).exists())
     with tqdm(total=total, desc="verify", unit="B", unit_scale=True, delay=2, leave=False) as progress:
-        for name, expected in manifest.files.items():
+        for name, expected in files.items():
             path = manifest.folder / name
             if not path.exists():
                 raise InputError(f"{path}: missing; the export is incomplete, export again")

@@ -80,6 +80,26 @@ def _guidance_fields(chosen: Settings) -> dict[str, str]:
     return {name: f"{value:g}" for name, (value, usual) in fields.items() if value != usual}
 
 
+def save_preview(image: np.ndarray, name: str, folder: Path) -> Path:
+    """Write what a picture looks like on its way as previews/NAME.png, whole at every moment, over an older one.
+
+    Args:
+        image: uint8[H, W, 3].
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    path = folder / "previews" / f"{name}.png"
+    temporary = path.with_name(f".{os.getpid()}.png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot write previews there ({error.strerror})") from error
+    return path
+
+
 def save(image: np.ndarray, seed: int, text: str, folder: Path) -> Path:
     """Write one picture as NNNNN-SEED.png, NNNNN the next free number; nothing is ever overwritten.
 

@@ -102,7 +102,9 @@ def test_the_session_loader_runs_every_plain_signature(tiny_export, open_session
                 assert np.abs(found[key].astype(int) - value).max() <= 1
             elif value.dtype != tf.string:
                 np.testing.assert_array_equal(found[key], value)
-    assert set(session.signatures) - set(contract.signatures[part]) <= {"__saved_model_init_op"}
+    identity = f"{manifest.ID_SIGNATURE}{contract.export_id}"
+    assert session.run(identity)["export_id"].decode() == contract.export_id
+    assert set(session.signatures) - set(contract.signatures[part]) <= {"__saved_model_init_op", identity}
 
 
 # === Clients of the published SavedModels ===

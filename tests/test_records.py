@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from models.config import InputError
 from pipeline import export, manifest, sources
-from pipeline.serving import warmup
+from pipeline.serving import records
 
 PARTS = ("text_encoder", "diffusion_model", "decoder")
 
@@ -14,8 +14,8 @@ PARTS = ("text_encoder", "diffusion_model", "decoder")
 def logs(saved_model):
     """The records as TensorFlow Serving's own messages."""
     prediction_log_pb2 = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
-    records = tf.data.TFRecordDataset(str(saved_model / warmup.FILE)).as_numpy_iterator()
-    return [prediction_log_pb2.PredictionLog.FromString(record) for record in records]
+    found = tf.data.TFRecordDataset(str(saved_model / records.FILE)).as_numpy_iterator()
+    return [prediction_log_pb2.PredictionLog.FromString(record) for record in found]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -51,13 +51,13 @@ def test_twins_have_records_only_where_asked(single_export, checkpoint_folder, e
     contract = manifest.read(single_export)
     assert contract.xla_signatures
     for part in PARTS:
-        names = [name for name, _ in warmup.read(contract.path(part))]
+        names = [name for name, _ in records.read(contract.path(part))]
         assert names and not [name for name in names if name.endswith("_xla")]
     spec = export_spec(prompts=1, images_per_prompt=1)
     build = export._parts(sources.diffusers_source(checkpoint_folder), spec, np.zeros(77, "int32"))["decoder"]
     folder = tmp_path / "decoder" / "1"
     export._save_part(build, folder, contract.config, True, True, "0123")
-    found = dict(warmup.read(folder))
+    found = dict(records.read(folder))
     np.testing.assert_array_equal(found["decode_xla"]["latent"], found["decode"]["latent"])
 
 
@@ -74,10 +74,10 @@ def test_an_export_tells_servers_its_id(tiny_export):
 def test_what_is_written_is_read(tmp_path):
     folder = tmp_path / "model" / "1"
     folder.mkdir(parents=True)
-    assert warmup.read(folder) == []
+    assert records.read(folder) == []
     arrays = {"text": np.array([b"\x00\xfb\xff"], object), "none": np.zeros((0, 3), "float32"), "n": np.int32(7)}
-    warmup.write(folder, {"first": arrays, "second": {}})
-    [(first, inputs), (second, empty)] = warmup.read(folder)
+    records.write(folder, {"first": arrays, "second": {}})
+    [(first, inputs), (second, empty)] = records.read(folder)
     assert (first, second, empty) == ("first", "second", {})
     for name, value in arrays.items():
         assert inputs[name].shape == value.shape and inputs[name].dtype == value.dtype
@@ -89,10 +89,10 @@ def test_what_is_written_is_read(tmp_path):
 def test_damaged_records(tmp_path, damage):
     folder = tmp_path / "model" / "1"
     folder.mkdir(parents=True)
-    warmup.write(folder, {"decode": {"latent": np.zeros((1, 2), "float32")}})
-    path = folder / warmup.FILE
+    records.write(folder, {"decode": {"latent": np.zeros((1, 2), "float32")}})
+    path = folder / records.FILE
     content = bytearray(path.read_bytes())
     content[-6] ^= 1
     path.write_bytes(b"not records" * 9 if damage == "not records" else bytes(content))
     with pytest.raises(InputError, match="tf_serving_warmup_requests: not a file of warm-up records"):
-        warmup.read(folder)
+        records.read(folder)
