@@ -1,0 +1,1 @@
+"""Trains the checkpoint that the repository ships in checkpoints/emoji."""
