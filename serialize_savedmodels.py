@@ -34,6 +34,12 @@ flags.DEFINE_integer("version", None, "Version of the export. Default: the highe
 flags.DEFINE_string("variant", None, "Prefer weight files of this variant, e.g. fp16. Default: the plain files.")
 flags.DEFINE_multi_string("lora", [], "LoRA to merge into the weights: FILE.safetensors or FILE.safetensors:WEIGHT.")
 flags.DEFINE_multi_string("embedding", [], "Textual inversion to add: FILE.safetensors or FILE.safetensors:TOKEN.")
+flags.DEFINE_string("vae", None, "Another VAE, e.g. one safe in float16: folder, file, or org/name on the Hub.")
+flags.DEFINE_integer(
+    "clip_skip", 0, "Last layers of the text encoders to leave out. Clip skip N elsewhere is N - 1 here."
+)
+flags.DEFINE_bool("allow_pickle", False, "Read .bin and .ckpt where there is nothing else; needs PyTorch.")
+flags.DEFINE_bool("compare_float32", True, "Half precision: run each part in float32 too, in its memory, to compare.")
 flags.DEFINE_bool("kerascv", False, "Export KerasCV's own Stable Diffusion 1.x weights instead of a checkpoint.")
 flags.DEFINE_bool("random_weights", False, "Full-size Stable Diffusion 1.x with seeded random weights: for timing.")
 flags.DEFINE_integer("random_seed", 0, "Seed of --random_weights.")
@@ -61,7 +67,8 @@ def main(argv):
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
     manifest = export.export(
-        *(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder, FLAGS.warmup_xla)
+        *(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder, FLAGS.warmup_xla),
+        compare_float32=FLAGS.compare_float32,
     )
     print(
         f"exported {manifest.folder} version {manifest.version}; see what it can do: "
@@ -71,8 +78,10 @@ def main(argv):
 
 def default_output_dir(source) -> str:
     """Other weights or tokens make another export: versions of one must be able to stand in for each other."""
-    embedded = ["embedded"] if source.embeddings else []
-    return "exports/" + "-".join([source.name, *(lora.name for lora in source.loras), *embedded])
+    changes = [*(lora.name for lora in source.loras), *(["embedded"] if source.embeddings else [])]
+    changes += [source.vae.name] if source.vae else []
+    changes += [f"clip_skip_{source.clip_skip}"] if source.clip_skip else []
+    return "exports/" + "-".join([source.name, *changes])
 
 
 def find_sizes(default: int) -> list[Size]:
@@ -91,10 +100,12 @@ def find_sizes(default: int) -> list[Size]:
 def find_source(sources, locate):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
-        folder, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant)
-        return sources.diffusers_source(folder, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name)
-    if FLAGS.lora or FLAGS.embedding:
-        raise InputError("--lora and --embedding go into a checkpoint; leave --kerascv and --random_weights out")
+        folder, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant, FLAGS.allow_pickle)
+        changes = {"vae": FLAGS.vae, "clip_skip": FLAGS.clip_skip, "allow_pickle": FLAGS.allow_pickle}
+        return sources.diffusers_source(folder, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name, **changes)
+    for name in ("lora", "embedding", "vae", "clip_skip"):
+        if FLAGS[name].value:
+            raise InputError(f"--{name} changes a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
     if FLAGS.kerascv:
         return sources.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)

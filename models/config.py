@@ -168,7 +168,7 @@ class ExportSpec:
     width: int
     prompts: int  # P, prompts per call
     images_per_prompt: int  # M; image r belongs to prompt r // M
-    dtype: str  # of the stored weights: "float32" or "bfloat16"
+    dtype: str  # of the stored weights, one of DTYPES
     max_steps: int  # S, rows of the steps table
     prompt_chunks: int = 1  # k, blocks of 77 tokens in a prompt
     more_sizes: tuple[Size, ...] = ()  # pictures that the same weights also draw, each by signatures of its own
@@ -222,7 +222,7 @@ class TensorSpec:
     dtype: str
 
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_json(path: Path) -> dict:

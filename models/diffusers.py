@@ -144,14 +144,23 @@ def read_weights(
     Raises:
         InputError: no weights, only pickles, a missing shard, or a tensor in two shards.
     """
-    directory, stem = folder / component, WEIGHT_STEMS[component]
+    return read_folder(folder / component, WEIGHT_STEMS[component], variant, read_pickle)[0]
+
+
+def read_folder(
+    directory: Path,
+    stem: str,
+    variant: str | None = None,
+    read_pickle: Callable[[Path], dict[str, Tensor]] | None = None,
+) -> tuple[dict[str, Tensor], Path]:
+    """As `read_weights`, of one component's folder by itself; also the file that was chosen, or the shards' index."""
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
     chosen = weight_files(found, stem, variant, pickles=read_pickle is not None)
     if chosen:
         first = directory / chosen[0]
         if read_pickle is not None and first.suffix in PICKLES:
-            return read_pickle(first)
-        return _read_shards(first) if first.suffix == ".json" else read_safetensors(first)
+            return read_pickle(first), first
+        return _read_shards(first) if first.suffix == ".json" else read_safetensors(first), first
     pickles = weight_files(found, stem, variant, pickles=True) or [n for n in found if n.endswith(PICKLES)]
     if pickles:
         raise refused_pickle(directory / pickles[0], or_allow=True)

@@ -7,6 +7,7 @@ leaves nothing that a reader or a server would load.
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import gc
 import importlib.metadata
@@ -22,7 +23,7 @@ import tensorflow as tf
 from models import endpoints, text_encoder, unet, vae
 from models.config import ExportSpec, InputError, ModelConfig
 from models.families import default_sampler
-from pipeline import manifest, publish, samplers, schedules, tokenizer
+from pipeline import manifest, precision, publish, samplers, schedules, tokenizer
 from pipeline.compare import Difference, compare
 from pipeline.manifest import Manifest, Signature
 from pipeline.serving import records
@@ -35,7 +36,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json"),
 )
 # PSNR in dB of the reloaded export against the live model, below which nothing is published.
-RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0}
+RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0, "float16": 50.0}
 
 
 def export(
@@ -46,6 +47,7 @@ def export(
     version: int | None = None,
     image_encoder: bool = False,
     warmup_xla: bool = False,
+    compare_float32: bool = True,
 ) -> Manifest:
     """Write one version of an export.
 
@@ -55,6 +57,7 @@ def export(
         version: None takes the highest existing one + 1.
         image_encoder: also write the autoencoder's other half, which image to image needs.
         warmup_xla: warm-up records for the XLA twins too; a server without XLA then refuses to load the export.
+        compare_float32: in half precision, run each part in float32 as well, which takes the memory of float32.
 
     Returns:
         The manifest, as a reader would get it.
@@ -76,8 +79,11 @@ def export(
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with publish.lock(output_dir), publish.workspace(output_dir) as work:
             version = publish.next_version(output_dir, version)
-            parts = _parts(source, spec, empty_tokens) | (_image_encoder(source, spec) if image_encoder else {})
-            result = _write(source, work, spec, jit_components, version, parts, warmup_xla)
+            parts = _parts(source, spec, empty_tokens, image_encoder)
+            exact = {}
+            if compare_float32 and spec.dtype != "float32" and source.learned:
+                exact = _parts(source, dataclasses.replace(spec, dtype="float32"), empty_tokens, image_encoder)
+            result = _write(source, work, spec, jit_components, version, parts, exact, warmup_xla)
             publish.publish(work, output_dir, result)
     except (
         OSError,
@@ -112,7 +118,14 @@ def _empty_tokens(source: Source) -> np.ndarray:
 
 
 def _write(
-    source, work: Path, spec, jit_components, version: int, parts: dict[str, Callable], warmup_xla: bool
+    source,
+    work: Path,
+    spec,
+    jit_components,
+    version: int,
+    parts: dict[str, Callable],
+    exact: dict[str, Callable],
+    warmup_xla: bool,
 ) -> Manifest:
     for target, folder in source.tokenizers.items():
         (work / target).mkdir()
@@ -123,12 +136,16 @@ def _write(
             ids = json.dumps({added.token: added.ids for added in source.embeddings}, ensure_ascii=False)
             (work / target / tokenizer.ADDED_FILE).write_text(ids, encoding="utf-8")
     jit_parts = {COMPONENTS[name] for name in jit_components}
-    signatures, differences, twins = {}, {}, []
+    signatures, differences, rounding, twins = {}, {}, {}, []
     export_id = uuid.uuid4().hex
     for part, build in parts.items():
         jit = part in jit_parts
         folder = work / part / str(version)
+        expected = _run_part(part, exact[part], source.config) if part in exact else {}
         signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
+        outputs = {name: arrays for name, _, arrays in live}
+        precision.check_finite(part, outputs, spec.dtype)
+        rounding |= precision.differences(part, expected, outputs, spec.dtype)
         for name, before, after in _reload(folder, live):
             difference = compare(before, after)
             differences[f"{part}/{name}"] = difference
@@ -145,10 +162,13 @@ def _write(
         config=source.config,
         loras=source.loras,
         embeddings=source.embeddings,
+        vae=source.vae,
+        clip_skip=source.clip_skip,
         zero_unconditional=source.config.force_zeros_for_empty_prompt,
         xla_signatures=tuple(twins),
         signatures=signatures,
         reload_difference=differences,
+        float32_difference=rounding,
         versions={name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "numpy", "tokenizers")},
         files=files,
     )
@@ -158,7 +178,7 @@ def _write(
     return result
 
 
-def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable]:
+def _parts(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) -> dict[str, Callable]:
     """Part -> function that builds and fills its layers: () -> ({name: variable to save}, endpoints)."""
     config, dtype = source.config, spec.dtype
 
@@ -181,23 +201,17 @@ def _parts(source: Source, spec: ExportSpec, empty_tokens) -> dict[str, Callable
         _fill(source, "vae", [model, vae.VAEEncoder(config.vae, dtype)])
         return _variables(model), endpoints.decoder(model, config, spec, _share)
 
-    return {
-        "text_encoder": build_text_encoder,
-        "diffusion_model": build_diffusion_model,
-        "decoder": build_decoder,
-    }
-
-
-def _image_encoder(source: Source, spec: ExportSpec) -> dict[str, Callable]:
-    """As `_parts`."""
-    config, dtype = source.config, spec.dtype
-
     def build_image_encoder():
         model = vae.VAEEncoder(config.vae, dtype)
         _fill(source, "vae", [vae.VAEDecoder(config.vae, dtype), model])
         return _variables(model), endpoints.image_encoder(model, config, spec)
 
-    return {"image_encoder": build_image_encoder}
+    return {
+        "text_encoder": build_text_encoder,
+        "diffusion_model": build_diffusion_model,
+        "decoder": build_decoder,
+        **({"image_encoder": build_image_encoder} if image_encoder else {}),
+    }
 
 
 def _variables(*models) -> dict:
@@ -220,6 +234,18 @@ def _fill(source: Source, component: str, layers: list) -> None:
 def _share(function):
     """One traced body for all signatures that call it."""
     return tf.function(function, autograph=False)
+
+
+def _run_part(part: str, build: Callable, config: ModelConfig) -> dict[str, dict[str, np.ndarray]]:
+    """Run what `precision` compares: {signature name: outputs}. What holds weights is local, as in `_save_part`."""
+    print(f"{part}: in float32, to compare", flush=True)
+    _, made = build()
+    chosen = [endpoint for endpoint in made if endpoint.name in precision.COMPARED]
+    results = {e.name: _function(e)(**_tensors(_example(e, config))) for e in chosen}
+    outputs = {name: {k: v.numpy() for k, v in found.items()} for name, found in results.items()}
+    del made, chosen, results
+    release_memory()
+    return outputs
 
 
 def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, warmup_xla: bool, export_id: str):

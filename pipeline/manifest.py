@@ -19,7 +19,7 @@ from tqdm import tqdm
 from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
 from pipeline.compare import Difference
 
-FORMAT = 1
+FORMAT = 2
 PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels that every export has
 # The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
 # signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
@@ -69,6 +69,14 @@ class AddedEmbedding:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReplacedVae:
+    """The file of an autoencoder that stands in for the checkpoint's own."""
+
+    name: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """What one version of an export is, what it was made from and what its files must hash to."""
 
@@ -81,10 +89,13 @@ class Manifest:
     config: ModelConfig
     loras: tuple[MergedLora, ...]
     embeddings: tuple[AddedEmbedding, ...]
+    vae: ReplacedVae | None
+    clip_skip: int  # last layers of each text encoder that the context leaves out
     zero_unconditional: bool  # True: without a negative prompt the unconditional outputs are zeros
     xla_signatures: tuple[str, ...]  # signatures that a server runs only with XLA enabled
     signatures: dict[str, dict[str, Signature]]  # part -> signature name -> tensors
     reload_difference: dict[str, Difference]  # PART/SIGNATURE -> reloaded export against the live model
+    float32_difference: dict[str, Difference]  # PART/SIGNATURE -> half precision against float32; {} if not compared
     versions: dict[str, str]  # of the packages that made it
     files: dict[str, str]  # path relative to the export -> sha256
     folder: Path = dataclasses.field(default=Path(), compare=False)  # where it was read from; not stored
@@ -259,6 +270,10 @@ def _build(kind, value, where: str):
     raise ValueError(f"{where} holds {str(value)[:40]!r}")
 
 
+def _psnr(difference: Difference) -> str:
+    return "equal" if difference.psnr is None else f"PSNR {difference.psnr:.1f} dB"
+
+
 def describe(manifest: Manifest) -> str:
     """What the export can do, for people."""
     spec, defaults = manifest.spec, manifest.config.defaults
@@ -267,7 +282,10 @@ def describe(manifest: Manifest) -> str:
         f"{manifest.config.numerics} numerics), made {manifest.created}",
         f"  pictures   {', '.join(map(str, spec.sizes))}, {spec.num_images} a call: {spec.prompts} prompt(s) x "
         f"{spec.images_per_prompt} image(s)",
-        f"  weights    {spec.dtype}" + "".join(f", + {lora.weight:g} x {lora.name}" for lora in manifest.loras),
+        f"  weights    {spec.dtype}"
+        + "".join(f", + {lora.weight:g} x {lora.name}" for lora in manifest.loras)
+        + (f", VAE {manifest.vae.name}" if manifest.vae else "")
+        + (f", without the last {manifest.clip_skip} layers of text" if manifest.clip_skip else ""),
         f"  tokens     {', '.join(f'{e.token} ({len(e.ids)} ids)' for e in manifest.embeddings) or 'none added'}",
         f"  steps      1..{spec.max_steps}; defaults: {defaults.sampler}, {defaults.num_steps} steps, "
         f"guidance {defaults.guidance_scale:g}",
@@ -275,8 +293,11 @@ def describe(manifest: Manifest) -> str:
         "  reloaded export against the live model:",
     ]
     for name, d in manifest.reload_difference.items():
-        psnr = "equal" if d.psnr is None else f"PSNR {d.psnr:.1f} dB"
-        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {psnr}")
+        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
+    if manifest.float32_difference:
+        lines.append(f"  {spec.dtype} against float32:")
+    for name, d in manifest.float32_difference.items():
+        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
     for part, signatures in manifest.signatures.items():
         lines.append(f"  {part}")
         for name, signature in signatures.items():

@@ -29,6 +29,9 @@ def parameters(
         "Size": str(functions.size),
         "Model": contract.checkpoint,
         "Model hash": contract.export_id[:10],
+        **({"VAE hash": contract.vae.sha256[:10], "VAE": contract.vae.name} if contract.vae else {}),
+        # AUTOMATIC1111 counts the last layer as the first to skip to: its 1 skips none.
+        **({"Clip skip": contract.clip_skip + 1} if contract.clip_skip else {}),
         **({"Denoising strength": f"{chosen.strength:g}"} if chosen.strength is not None else {}),
         "RNG": "NV",
     }

@@ -7,10 +7,10 @@ from pathlib import Path
 import keras
 
 from models import checkpoint, diffusers, embedding, keymaps, lora
-from models.config import ModelConfig
+from models.config import InputError, ModelConfig
 from models.families import FAMILIES, kerascv_numerics
-from pipeline import manifest, tokenizer
-from pipeline.manifest import AddedEmbedding, MergedLora
+from pipeline import manifest, other_vae, pickles, tokenizer
+from pipeline.manifest import AddedEmbedding, MergedLora, ReplacedVae
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Source:
     tokenizer: Path  # folder
     fill: Callable[[str, list], list[str]]  # (component, built layers) -> names that were ignored
     loras: tuple[MergedLora, ...] = ()  # what `fill` merges into the weights
+    vae: ReplacedVae | None = None  # in the place of the checkpoint's own
+    clip_skip: int = 0  # last layers of the text encoders that `config` leaves out
+    learned: bool = True  # False: the same weights cannot be had twice
     embeddings: tuple[AddedEmbedding, ...] = ()  # tokens whose vectors `fill` adds; `config` counts them already
     encodes_images: bool = True  # whether `fill` has weights for the autoencoder's encoder
     tokenizer_2: Path | None = None  # of the second text encoder, where there is one
@@ -39,6 +42,9 @@ def diffusers_source(
     loras: Sequence[str] = (),
     embeddings: Sequence[str] = (),
     name: str | None = None,
+    vae: str | None = None,
+    clip_skip: int = 0,
+    allow_pickle: bool = False,
 ) -> Source:
     """A checkpoint in diffusers' folder layout.
 
@@ -46,17 +52,28 @@ def diffusers_source(
         loras: FILE or FILE:WEIGHT each, merged into the weights in this order.
         embeddings: FILE or FILE:TOKEN each, textual inversion that prompts can use as TOKEN.
         name: what the checkpoint is called; None takes the folder's name.
+        vae: folder, file or name on the Hub of another autoencoder, see `pipeline.other_vae`.
+        clip_skip: last layers of each text encoder to leave out, as diffusers counts.
+        allow_pickle: read weights from pickles where there are no others.
 
     Raises:
         InputError: no such checkpoint, or files that do not fit it.
     """
+    read_pickle = pickles.reader(allow_pickle)
     ignored_folders = diffusers.check_folder(folder)
     if ignored_folders:
         print(f"ignored: {', '.join(ignored_folders)}")
-    config = diffusers.read_config(folder)
+    config = skip_layers(diffusers.read_config(folder), clip_skip)
+    other = other_vae.find(vae, config.vae, variant, read_pickle) if vae else None
     two = config.text_encoder_2 is not None
     components = ("text_encoder", *(("text_encoder_2",) if two else ()), "unet", "vae")
-    tensors = {component: diffusers.read_weights(folder, component, variant) for component in components}
+    where = {component: str(folder / component) for component in components}
+    tensors = {}
+    for component in components[: -1 if other else None]:
+        tensors[component] = diffusers.read_weights(folder, component, variant, read_pickle)
+    if other:
+        config = dataclasses.replace(config, vae=other.config)
+        tensors["vae"], where["vae"] = other.tensors, other.where
     merged = [lora.parse(option) for option in loras]
     tensors = lora.merge(tensors, merged)
     added = [embedding.parse(option) for option in embeddings]
@@ -66,12 +83,40 @@ def diffusers_source(
 
     def fill(component, layers):
         keymap = keymaps.of_component(component, config)
-        return checkpoint.load(layers, tensors[component], keymap, str(folder / component))
+        return checkpoint.load(layers, tensors[component], keymap, where[component])
 
     used = tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged)
     second = folder / "tokenizer_2" if two else None
-    name = name or folder.resolve().name
-    return Source(name, config, folder / "tokenizer", fill, used, tuple(added), tokenizer_2=second)
+    return Source(
+        name=name or folder.resolve().name,
+        config=config,
+        tokenizer=folder / "tokenizer",
+        fill=fill,
+        loras=used,
+        vae=other.used if other else None,
+        clip_skip=clip_skip,
+        embeddings=tuple(added),
+        tokenizer_2=second,
+    )
+
+
+def skip_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """The config whose context leaves out the last `count` layers of each text encoder, as diffusers' clip_skip does.
+
+    What is normalised at the end still is, and a pooled vector still comes from the last layer. AUTOMATIC1111 and
+    others count from 1: their "Clip skip 2" is 1 here.
+
+    Raises:
+        InputError: no layer would be left.
+    """
+    most = min(encoder.context_layers for encoder in config.text_encoders) - 1
+    if not 0 <= count <= most:
+        raise InputError(f"--clip_skip {count}: must be 0..{most}")
+    fewer = {
+        name: dataclasses.replace(encoder, skipped_layers=encoder.skipped_layers + count)
+        for name, encoder in zip(("text_encoder", "text_encoder_2"), config.text_encoders, strict=False)
+    }
+    return dataclasses.replace(config, **fewer)
 
 
 def _with_tokens(config: ModelConfig, folder: Path, added: list[embedding.Embedding]):
@@ -99,7 +144,7 @@ def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) ->
     # DDIM: as many calls of the UNet as steps.
     config = dataclasses.replace(config, defaults=dataclasses.replace(config.defaults, sampler="ddim"))
     second = None if config.text_encoder_2 is None else tokenizer_folder
-    return Source(f"{config.family}-random", config, tokenizer_folder, fill, tokenizer_2=second)
+    return Source(f"{config.family}-random", config, tokenizer_folder, fill, tokenizer_2=second, learned=False)
 
 
 def kerascv_source(tokenizer_folder: Path, random_seed: int | None) -> Source:

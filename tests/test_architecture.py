@@ -27,10 +27,11 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
-    *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles"),
+    *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"),
+    "pipeline.precision",
 }
 # The only doors into the networks; everything else sees the plain data of models.config and models.families.
-USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate", "pipeline.pickles"}
+USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"}
 OPTIONAL = {"torch", "transformers", "diffusers", "keras_cv", "keras_hub", "flax", "jax", "matplotlib", "safetensors"}
 
 

@@ -262,7 +262,7 @@ SPEC_ERRORS = [
     ({"images_per_prompt": 1025}, "--images_per_prompt 1025"),
     ({"max_steps": 0}, r"--max_steps 0: must be 1\.\.1000"),
     ({"max_steps": 1001}, r"--max_steps 1001: must be 1\.\.1000"),
-    ({"dtype": "float16"}, "--dtype float16: must be one of float32, bfloat16"),
+    ({"dtype": "int8"}, "--dtype int8: must be one of float32, bfloat16, float16"),
 ]
 
 
