@@ -5,6 +5,7 @@ images, CLIP's own vocabulary.
 """
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -249,3 +250,38 @@ def tiny_sd1_export(tmp_path_factory, run_command) -> Path:
     )
     assert run.returncode == 0, run.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint_list():
+    """Function (name) -> {component: (prefix, lines split at blanks)} of a list in tests/checkpoint_keys/."""
+
+    @functools.cache
+    def read(name: str) -> dict[str, tuple[str, list[list[str]]]]:
+        sections = {}
+        for line in (ROOT / "tests" / "checkpoint_keys" / f"{name}.txt").read_text().splitlines():
+            if line.startswith("["):
+                component, _, prefix = line[1:].partition("]")
+                sections[component] = prefix.strip(), []
+            else:
+                sections[component][1].append(line.split(" "))
+        return sections
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def single_file_keys(checkpoint_list):
+    """Function (family, {name: shape or None}) -> a public single file's tensors, changed; there is nothing to read."""
+    from models.checkpoint import Tensor
+
+    def make(family: str, changes: dict[str, tuple | None] | None = None) -> dict[str, Tensor]:
+        shapes = {
+            prefix + row[0]: tuple(map(int, row[1].split("x"))) if row[1] != "scalar" else ()
+            for prefix, rows in checkpoint_list(f"{family}.ldm").values()
+            for row in rows
+        }
+        shapes |= changes or {}
+        return {n: Tensor(s, np.dtype("float32"), None) for n, s in shapes.items() if s is not None}
+
+    return make
