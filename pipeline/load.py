@@ -5,16 +5,19 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import tensorflow as tf
 
 from models.config import InputError, TensorSpec
-from pipeline import manifest
-from pipeline.manifest import Functions, Manifest, chain_signature
+from pipeline import arrays, manifest
+from pipeline.manifest import (
+    DEFAULT_JIT_COMPONENTS,
+    JIT_COMPONENTS,
+    Functions,
+    Manifest,
+    chain_signature,
+    check_jit_components,
+)
 
-# What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
-JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
-DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
 # Platforms whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
 PLATFORMS_WITHOUT_XLA = ("METAL", "DML")
 
@@ -57,13 +60,6 @@ def local(
         for name, (part, signature) in found.items()
     }
     return Functions(**functions, manifest=contract, size=size)
-
-
-def check_jit_components(names: tuple[str, ...]) -> None:
-    """Raise InputError for a name that is not in JIT_COMPONENTS."""
-    for name in names:
-        if name not in JIT_COMPONENTS:
-            raise InputError(f"--jit_components {name!r}: must be of {', '.join(JIT_COMPONENTS)}")
 
 
 def function(contract: Manifest, part: str, name: str, jit_compile: bool = False, loaded=None) -> Callable[..., dict]:
@@ -115,27 +111,15 @@ def load_part(contract: Manifest, part: str):
 
 
 def to_tensors(specs: tuple[TensorSpec, ...], inputs: dict, where: str) -> dict[str, tf.Tensor]:
-    """Arrays as tensors of exactly the dtypes and shapes of `specs`; ValueError says which one does not fit and why."""
-    expected = {spec.name for spec in specs}
-    if inputs.keys() != expected:
-        missing, extra = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
-        raise InputError(f"{where}: missing inputs {missing}, unknown inputs {extra}")
+    """Arrays as tensors of exactly the dtypes and shapes of `specs`; InputError says which one does not fit and why."""
+    arrays.check_names(specs, inputs, where)
     return {spec.name: _to_tensor(spec, inputs[spec.name], where) for spec in specs}
 
 
 def _to_tensor(spec: TensorSpec, value, where: str) -> tf.Tensor:
-    wanted = tf.dtypes.as_dtype(spec.dtype)
     if not tf.is_tensor(value):
-        array = np.asarray(value)
-        # Whole numbers fit floats; floats never fit whole numbers. Wider types of a kind are narrowed.
-        kinds = "fiu" if wanted.is_floating else "iu"
-        if array.dtype.kind not in kinds:
-            raise InputError(f"{where}: {spec.name} must be {spec.dtype}, found {array.dtype}")
-        narrowed = array.astype(wanted.as_numpy_dtype)
-        if wanted.is_integer and not np.array_equal(narrowed, array):
-            raise InputError(f"{where}: {spec.name} has values outside {spec.dtype}")
-        value = tf.constant(narrowed)
-    if value.dtype != wanted:
+        return tf.constant(arrays.fit_one(spec, value, where))
+    if value.dtype != tf.dtypes.as_dtype(spec.dtype):
         raise InputError(f"{where}: {spec.name} must be {spec.dtype}, found {value.dtype.name}")
     if not tf.TensorShape(spec.shape).is_compatible_with(value.shape):
         raise InputError(f"{where}: {spec.name} must have shape {list(spec.shape)}, found {list(value.shape)}")

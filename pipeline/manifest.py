@@ -31,6 +31,9 @@ CHAIN = {
 }
 # Functions beside the chain, in parts that an export may have.
 OPTIONAL = {"encode_image": "image_encoder"}
+# What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
+JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
+DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
 # Every SavedModel also has a signature of this name and the export's id, which is not in the manifest's list: the
 # names of signatures are what any server tells its clients.
 ID_SIGNATURE = "export_id_"
@@ -40,6 +43,13 @@ def chain_signature(spec: ExportSpec, name: str, size: Size) -> tuple[str, str]:
     """Part and signature of one function of CHAIN or OPTIONAL at a size."""
     part = (CHAIN | OPTIONAL)[name]
     return part, name if part == "text_encoder" else spec.signature(name, size)
+
+
+def check_jit_components(names: tuple[str, ...]) -> None:
+    """Raise InputError for a name that is not in JIT_COMPONENTS."""
+    for name in names:
+        if name not in JIT_COMPONENTS:
+            raise InputError(f"--jit_components {name!r}: must be of {', '.join(JIT_COMPONENTS)}")
 
 
 @dataclasses.dataclass(frozen=True)
