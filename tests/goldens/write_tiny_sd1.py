@@ -31,12 +31,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "peers"))
 
 import reference  # noqa: E402
-import write_sd1  # noqa: E402
+import write_checkpoint  # noqa: E402
 
 VOCABULARY = 1000
 # Every size differs from its neighbours where it can, so that no two can be mistaken for each other.
 TINY = {
-    "text_encoder": write_sd1.SD1_TEXT_ENCODER
+    "pipeline": "StableDiffusionPipeline",
+    "text_encoder": write_checkpoint.SD1_TEXT_ENCODER
     | {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -69,7 +70,7 @@ TINY = {
         "norm_num_groups": 4,
         "scaling_factor": 0.4,
     },
-    "scheduler": write_sd1.SD1_SCHEDULER,
+    "scheduler": ("DDIMScheduler", write_checkpoint.SD1_SCHEDULER),
 }
 PROMPTS = ["a photo of a red house by the river at night", "two small dogs"]
 NEGATIVE_PROMPTS = ["blurry, low quality", ""]
@@ -153,7 +154,7 @@ def main():
     shutil.rmtree(checkpoint, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         cut_tokenizer(arguments.tokenizer, Path(folder) / "tokenizer")
-        write_sd1.write(checkpoint, TINY, Path(folder) / "tokenizer", seed=0)
+        write_checkpoint.write(checkpoint, TINY, Path(folder) / "tokenizer", seed=0)
     given = inputs()
     with torch.inference_mode():
         outputs = compute(checkpoint, given)

@@ -1,6 +1,6 @@
-"""Write a full-size Stable Diffusion 1.x checkpoint with seeded random weights, by diffusers' own classes.
+"""Write a full-size Stable Diffusion checkpoint with seeded random weights, by diffusers' own classes.
 
-python tests/peers/write_sd1.py OUTPUT_DIR --tokenizer checkpoints/emoji/tokenizer [--seed 0]
+python tests/peers/write_checkpoint.py OUTPUT_DIR --family sd1 --tokenizer checkpoints/emoji/tokenizer [--seed 0]
 
 The libraries' default initialisation draws the same grey noise for every prompt, so nothing measured on it means
 anything. Here every layer gets a gain (tables below) such that the picture depends on prompt, guidance, timestep and
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import diffusers
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 SD1_TEXT_ENCODER = {
     "vocab_size": 49408,
@@ -51,6 +51,8 @@ SD1_VAE = {
     "latent_channels": 4,
     "scaling_factor": 0.18215,
 }
+# DDIM's settings that Euler has too.
+EULER_KEYS = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "steps_offset", "timestep_spacing")
 SD1_SCHEDULER = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -61,20 +63,65 @@ SD1_SCHEDULER = {
     "clip_sample": False,
     "timestep_spacing": "leading",
 }
-SD1 = {"text_encoder": SD1_TEXT_ENCODER, "unet": SD1_UNET, "vae": SD1_VAE, "scheduler": SD1_SCHEDULER}
-MODEL_INDEX = {
-    "_class_name": "StableDiffusionPipeline",
-    "_diffusers_version": diffusers.__version__,
-    "feature_extractor": [None, None],
-    "image_encoder": [None, None],
-    "requires_safety_checker": False,
-    "safety_checker": [None, None],
-    "scheduler": ["diffusers", "DDIMScheduler"],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "tokenizer": ["transformers", "CLIPTokenizer"],
-    "unet": ["diffusers", "UNet2DConditionModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
+SD1 = {
+    "pipeline": "StableDiffusionPipeline",
+    "text_encoder": SD1_TEXT_ENCODER,
+    "unet": SD1_UNET,
+    "vae": SD1_VAE,
+    "scheduler": ("DDIMScheduler", SD1_SCHEDULER),
 }
+# OpenCLIP's ViT-H; its tokenizer fills up with "!".
+SD2 = SD1 | {
+    "text_encoder": SD1_TEXT_ENCODER
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 23,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu",
+        "projection_dim": 512,
+    },
+    "unet": SD1_UNET
+    | {
+        "sample_size": 96,
+        "attention_head_dim": (5, 10, 20, 20),
+        "cross_attention_dim": 1024,
+        "use_linear_projection": True,
+        "upcast_attention": True,
+    },
+    "vae": SD1_VAE | {"sample_size": 768},
+    "scheduler": ("DDIMScheduler", SD1_SCHEDULER | {"prediction_type": "v_prediction"}),
+}
+SDXL = {
+    "pipeline": "StableDiffusionXLPipeline",
+    "text_encoder": SD1_TEXT_ENCODER,
+    "text_encoder_2": SD1_TEXT_ENCODER
+    | {
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 20,
+        "hidden_act": "gelu",
+        "projection_dim": 1280,
+    },
+    "unet": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 2,
+        "attention_head_dim": (5, 10, 20),
+        "transformer_layers_per_block": (1, 2, 10),
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+    "vae": SD1_VAE | {"sample_size": 1024, "scaling_factor": 0.13025},
+    "scheduler": ("EulerDiscreteScheduler", {k: v for k, v in SD1_SCHEDULER.items() if k in EULER_KEYS}),
+}
+FAMILIES = {"sd1": SD1, "sd2": SD2, "sdxl": SDXL}
 
 SILU = 1.68  # 1 / sqrt(E[silu(n)^2]), n standard normal: keeps unit scale through the activation
 GEGLU = 1.53  # the same for n' * gelu(n)
@@ -86,8 +133,8 @@ TOKENS = 0.1  # scale of the residual streams within the UNet's transformers
 UNET_GAINS = (
     (r"^conv_in\.", STREAM, 0.1 * STREAM),
     (r"^conv_out\.", SILU, 0.1),
-    (r"^time_embedding\.linear_1\.", 1.4, 0.1),
-    (r"^time_embedding\.linear_2\.", SILU, 0.1),
+    (r"_embedding\.linear_1\.", 1.4, 0.1),
+    (r"_embedding\.linear_2\.", SILU, 0.1),
     (r"time_emb_proj\.", SILU, 0.1),
     (r"conv1\.", SILU, 0.1),
     (r"conv2\.", 0.5 * SILU * STREAM, 0.1 * STREAM),
@@ -158,6 +205,8 @@ def build(component, config, seed):
     """One component with its weights set, ready to run."""
     if component == "text_encoder":
         module, gains = CLIPTextModel(CLIPTextConfig(**config)), TEXT_ENCODER_GAINS
+    elif component == "text_encoder_2":
+        module, gains = CLIPTextModelWithProjection(CLIPTextConfig(**config)), TEXT_ENCODER_GAINS
     elif component == "unet":
         module, gains = UNet2DConditionModel(**config), UNET_GAINS
     else:
@@ -172,35 +221,68 @@ def write(folder, configs, tokenizer, seed):
     """Write a checkpoint, one component at a time in memory; the folder appears when it is complete.
 
     Args:
-        configs: {"text_encoder" | "unet" | "vae" | "scheduler": keyword arguments of its class}
+        configs: {"text_encoder" | "text_encoder_2" | "unet" | "vae": keyword arguments of its class; "scheduler":
+            (class, keyword arguments); "pipeline": class}
         tokenizer: folder whose vocab.json, merges.txt and tokenizer_config.json are copied.
     """
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
-    for component in ("text_encoder", "unet", "vae"):
+    components = [c for c in ("text_encoder", "text_encoder_2", "unet", "vae") if c in configs]
+    for component in components:
         module = build(component, configs[component], seed)
         module.save_pretrained(work / component)
         millions = sum(p.numel() for p in module.parameters()) / 1e6
         print(f"{component}: {millions:.1f} million parameters", flush=True)
         del module
-    DDIMScheduler(**configs["scheduler"]).save_pretrained(work / "scheduler")
-    (work / "tokenizer").mkdir()
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer / name, work / "tokenizer" / name)
-    (work / "model_index.json").write_text(json.dumps(MODEL_INDEX, indent=2) + "\n", encoding="utf-8")
+    scheduler, settings = configs["scheduler"]
+    getattr(diffusers, scheduler)(**settings).save_pretrained(work / "scheduler")
+    for component in components:
+        if component.startswith("text_encoder"):
+            write_tokenizer(work / component.replace("text_encoder", "tokenizer"), configs[component], tokenizer)
+    index = model_index(configs["pipeline"], components, scheduler)
+    (work / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     work.rename(folder)
+
+
+def write_tokenizer(folder, config, source):
+    """The tokenizer of one text encoder: OpenCLIP's, which compute GELU exactly, fill prompts up with "!"."""
+    folder.mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(source / name, folder / name)
+    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if config["hidden_act"] == "gelu":
+        settings["pad_token"] = "!"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def model_index(pipeline, components, scheduler):
+    """What diffusers' save_pretrained writes into model_index.json."""
+    classes = {
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    index = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__}
+    index |= {component: classes[component] for component in components}
+    index |= {"scheduler": ["diffusers", scheduler], "tokenizer": ["transformers", "CLIPTokenizer"]}
+    index |= {"feature_extractor": [None, None], "image_encoder": [None, None]}
+    if "text_encoder_2" in components:
+        return index | {"tokenizer_2": ["transformers", "CLIPTokenizer"], "force_zeros_for_empty_prompt": True}
+    return index | {"safety_checker": [None, None], "requires_safety_checker": False}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--family", choices=FAMILIES, default="sd1")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with CLIP's vocab.json and merges.txt")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.output.exists():
         parser.error(f"{arguments.output} exists")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.output, SD1, arguments.tokenizer, arguments.seed)
+    write(arguments.output, FAMILIES[arguments.family], arguments.tokenizer, arguments.seed)
 
 
 if __name__ == "__main__":
