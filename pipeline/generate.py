@@ -75,26 +75,29 @@ def generate(
     tokenizers = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     warn_of_cuts(functions, tokenizers[0], prompts, negatives, prompt_weighting)
 
-    drawn: Pictures = {}
-    for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
+    def draw(rows: list[int]) -> Pictures:
         # rows: image number for each of the N places, repeated where the last call is not full.
         places = [row // num_images for row in rows[:: spec.images_per_prompt]]
         texts = [[given[place] for place in places] for given in (prompts, negatives)]
         contexts = encode(functions, tokenizers, *texts, prompt_weighting)
-        show = None if preview is None else _shown(functions, rows, preview)
         latent = denoise(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
-            *([scales[row] for row in rows], picture, show, preview_every),
+            *([scales[row] for row in rows], picture, _shown(functions, rows, preview), preview_every),
         )
-        made = dict(zip(rows, decode(functions, latent), strict=True))
+        return dict(zip(rows, decode(functions, latent), strict=True))
+
+    drawn: Pictures = {}
+    for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
+        made = draw(rows)
         if finished is not None:
             finished(made)
         drawn |= made
     return np.stack([drawn[row] for row in range(total)])
 
 
-def _shown(functions: Functions, rows: list[int], preview: Callable[[int, Pictures], object]):
-    return lambda row, latent: preview(row, dict(zip(rows, decode(functions, latent), strict=True)))
+def _shown(functions: Functions, rows: list[int], preview: Callable[[int, Pictures], object] | None):
+    """`preview` in the terms of `denoise`: told the latent of each of the N places."""
+    return preview and (lambda row, latent: preview(row, dict(zip(rows, decode(functions, latent), strict=True))))
 
 
 def _listed(prompts: str | Sequence[str]) -> list[str]:
