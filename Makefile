@@ -32,8 +32,8 @@ parity: .venv/test.stamp .venv-peers/run.stamp
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/test.stamp: tests/requirements.txt .venv/run.stamp
-	.venv/bin/python -m pip install --quiet -r tests/requirements.txt
+.venv/test.stamp: tests/requirements.txt requirements-serving.txt .venv/run.stamp
+	.venv/bin/python -m pip install --quiet -r tests/requirements.txt -r requirements-serving.txt
 	touch $@
 
 .venv-peers/run.stamp: tests/peers/requirements.txt

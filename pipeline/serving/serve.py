@@ -10,6 +10,7 @@ tensorflow_model_server does and take its flags. In production run the official 
 """
 
 import logging
+import types
 from pathlib import Path
 
 from absl import flags
@@ -18,6 +19,43 @@ from models.config import InputError
 from pipeline import cli
 
 FLAGS = flags.FLAGS
+# (name, default, what it does, bounds). Those of the binary keep their names and, the address apart, their defaults.
+OPTIONS = (
+    ("host", "127.0.0.1", "Address to listen on. There is no authentication: think before 0.0.0.0."),
+    ("port", 8500, "Port of gRPC; 0: none.", 0, 65535),
+    ("rest_api_port", 8501, "Port of REST; 0: none.", 0, 65535),
+    ("grpc_socket_path", "", "Unix socket for gRPC, besides the port."),
+    ("xla", False, "Allow XLA functions; the next two, which are the binary's, do the same."),
+    ("xla_cpu_compilation_enabled", False, "Allow XLA functions."),
+    ("xla_gpu_compilation_enabled", False, "Allow XLA functions."),
+    ("max_running", 1, "Runs on the device at a time.", 1),
+    ("max_queued", 16, "Requests that may wait; more get RESOURCE_EXHAUSTED or 429.", 0),
+    ("max_request_mib", 64, "Most MiB of a request, and of each tensor in it.", 1, 2047),
+    ("grace_period", 30.0, "Seconds to finish what runs when told to stop.", 0.0),
+    ("rest_api_timeout_in_ms", 30000, "Time of a REST request; pictures may need more.", 1),
+    ("rest_api_enable_cors_support", False, "Let web pages of other origins read REST's answers."),
+    ("num_versions", 1, "Newest versions of an export to serve at a time.", 1),
+    ("verify", True, "Check the files of an export against its manifest before loading them."),
+    ("model_config_file", "", "Models to serve, as a ModelServerConfig in protobuf's text format."),
+    ("model_config_file_poll_wait_seconds", 0, "Seconds between looks at that file; 0: one look."),
+    ("model_name", "default", "Name of the model in --model_base_path."),
+    ("model_base_path", "", "Folder with a numbered folder per version of one model."),
+    ("allow_version_labels_for_unavailable_models", False, "Accept labels of versions that are not loaded."),
+    ("file_system_poll_wait_seconds", 1, "Seconds between looks for new versions; 0: one look."),
+    ("max_num_load_retries", 5, "Further attempts to load a new version.", 0),
+    ("load_retry_interval_micros", 60_000_000, "Microseconds between them."),
+    ("tensorflow_session_parallelism", 0, "Threads of both of TensorFlow's pools; 0: its choice."),
+    ("tensorflow_intra_op_parallelism", 0, "Threads within an operation; 0: TensorFlow's choice."),
+    ("tensorflow_inter_op_parallelism", 0, "Threads across operations; 0: TensorFlow's choice."),
+    ("tensorflow_session_config_file", "", "A ConfigProto in protobuf's text format."),
+    ("per_process_gpu_memory_fraction", 0.0, "Share of a GPU's memory; 0: as much as is needed."),
+    ("saved_model_tags", "serve", "Tags of the graph to load, with commas between them."),
+    ("grpc_channel_arguments", "", "Options of the gRPC server: name=value,name=value."),
+    ("enable_model_warmup", True, "Run every signature once before a version answers."),
+    ("monitoring_config_file", "", "A MonitoringConfig; without it the page has its usual path."),
+    ("enable_serialization_as_tensor_content", False, "Answer gRPC with raw bytes."),
+    ("version", False, "Print versions and exit."),
+)
 # Flags of the binary that mean nothing here; given, they are named in a notice and the server starts.
 IGNORED_SWITCHES = (
     *("enable_batching", "enable_per_model_batching_parameters", "flush_filesystem_caches", "enable_profiler"),
@@ -40,41 +78,10 @@ REFUSED = {
 
 
 def define_flags() -> None:
-    """Flags of the command; those of the binary keep their names and, ports and addresses apart, their defaults."""
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: think before 0.0.0.0.")
-    flags.DEFINE_integer("port", 8500, "Port of gRPC; 0: none.", 0, 65535)
-    flags.DEFINE_integer("rest_api_port", 8501, "Port of REST; 0: none.", 0, 65535)
-    flags.DEFINE_string("grpc_socket_path", None, "Unix socket for gRPC, besides the port.")
-    flags.DEFINE_bool("xla", False, "Allow XLA functions; the binary's two flags for it do the same.")
-    flags.DEFINE_bool("xla_cpu_compilation_enabled", False, "Allow XLA functions.")
-    flags.DEFINE_bool("xla_gpu_compilation_enabled", False, "Allow XLA functions.")
-    flags.DEFINE_integer("max_running", 1, "Runs on the device at a time.", 1)
-    flags.DEFINE_integer("max_queued", 16, "Requests that may wait; more get RESOURCE_EXHAUSTED or 429.", 0)
-    flags.DEFINE_integer("max_request_mib", 64, "Most MiB of a request, and of each tensor in it.", 1, 2047)
-    flags.DEFINE_float("grace_period", 30.0, "Seconds to finish what runs when told to stop.", 0.0)
-    flags.DEFINE_integer("rest_api_timeout_in_ms", 30000, "Time of a REST request; pictures may need more.", 1)
-    flags.DEFINE_bool("rest_api_enable_cors_support", False, "Let web pages of other origins read REST's answers.")
-    flags.DEFINE_integer("num_versions", 1, "Newest versions of an export to serve at a time.", 1)
-    flags.DEFINE_bool("verify", True, "Check the files of an export against its manifest before loading them.")
-    flags.DEFINE_string("model_config_file", None, "Models to serve, as a ModelServerConfig in protobuf's text format.")
-    flags.DEFINE_integer("model_config_file_poll_wait_seconds", 0, "Seconds between looks at that file; 0: one look.")
-    flags.DEFINE_string("model_name", "default", "Name of the model in --model_base_path.")
-    flags.DEFINE_string("model_base_path", None, "Folder with a numbered folder per version of one model.")
-    flags.DEFINE_bool("allow_version_labels_for_unavailable_models", False, "Accept labels of versions not loaded.")
-    flags.DEFINE_integer("file_system_poll_wait_seconds", 1, "Seconds between looks for new versions; 0: one look.")
-    flags.DEFINE_integer("max_num_load_retries", 5, "Further attempts to load a new version.", 0)
-    flags.DEFINE_integer("load_retry_interval_micros", 60_000_000, "Microseconds between them.")
-    flags.DEFINE_integer("tensorflow_session_parallelism", 0, "Threads of TensorFlow's two pools; 0: its choice.")
-    flags.DEFINE_integer("tensorflow_intra_op_parallelism", 0, "Threads within an operation; 0: TensorFlow's choice.")
-    flags.DEFINE_integer("tensorflow_inter_op_parallelism", 0, "Threads across operations; 0: TensorFlow's choice.")
-    flags.DEFINE_string("tensorflow_session_config_file", None, "A ConfigProto in protobuf's text format.")
-    flags.DEFINE_float("per_process_gpu_memory_fraction", 0.0, "Share of a GPU's memory; 0: as much as is needed.")
-    flags.DEFINE_string("saved_model_tags", "serve", "Tags of the graph to load, with commas between them.")
-    flags.DEFINE_string("grpc_channel_arguments", "", "Options of the gRPC server: name=value,name=value.")
-    flags.DEFINE_bool("enable_model_warmup", True, "Replay the warm-up requests that came with a SavedModel.")
-    flags.DEFINE_string("monitoring_config_file", None, "A MonitoringConfig; without it the page has its usual path.")
-    flags.DEFINE_bool("enable_serialization_as_tensor_content", False, "Answer gRPC with raw bytes.")
-    flags.DEFINE_bool("version", False, "Print versions and exit.")
+    """Flags of the command: OPTIONS, and those of the binary that are ignored or refused."""
+    define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    for name, default, text, *bounds in OPTIONS:
+        define[type(default)](name, default, text, *bounds)
     for name in IGNORED_SWITCHES:
         flags.DEFINE_bool(name, None, "Accepted, without effect here.")
     for name in IGNORED_VALUES:
@@ -83,11 +90,16 @@ def define_flags() -> None:
         flags.DEFINE_string(name, None, f"Refused: {reason}.")
 
 
+def options(**changes) -> types.SimpleNamespace:
+    """The values of OPTIONS, as `server` takes them: defaults but for the changes."""
+    return types.SimpleNamespace(**{name: default for name, default, *_ in OPTIONS} | changes)
+
+
 def main(argv):
     given = [name for name in REFUSED if FLAGS[name].value not in (None, "", "false")]
     if given:
         raise InputError(f"--{given[0]}: {REFUSED[given[0]]}")
-    ways = [*argv[1:], *filter(None, (FLAGS.model_config_file or FLAGS.model_base_path,))]
+    ways = [*argv[1:], *filter(None, [FLAGS.model_config_file or FLAGS.model_base_path])]
     if len(ways) != 1 and not FLAGS.version:
         raise InputError(
             f"expected an export, --model_config_file or --model_base_path, one of them, found {len(ways)}: "
@@ -109,4 +121,4 @@ def main(argv):
     if FLAGS.version:
         print(server.versions())
         return 0
-    return server.run(FLAGS, Path(argv[1]) if argv[1:] else None)
+    return server.run(options(**{name: FLAGS[name].value for name, *_ in OPTIONS}), Path(argv[1]) if argv[1:] else None)

@@ -33,13 +33,13 @@ def versions() -> str:
     return f"pipeline.serving, protocol of TensorFlow ModelServer {api}\nTensorFlow Library: {tf.__version__}"
 
 
-def run(flags, export: Path | None) -> int:
+def run(options, export: Path | None) -> int:
     """Serve until told to stop; the exit code. Raises InputError where nothing can be served."""
     device.prepare_device()
     tf.get_logger().setLevel("ERROR")  # the session loader calls itself deprecated
-    if not (flags.xla or flags.xla_cpu_compilation_enabled or flags.xla_gpu_compilation_enabled):
+    if not (options.xla or options.xla_cpu_compilation_enabled or options.xla_gpu_compilation_enabled):
         session.disable_xla()
-    core = asyncio.run(_serve(flags, export))
+    core = asyncio.run(_serve_until_signal(options, export))
     if core.admission.running:
         # XLA cannot be stopped and Python would wait for its thread.
         log.warning("leaving %d run(s) behind", core.admission.running)
@@ -47,21 +47,21 @@ def run(flags, export: Path | None) -> int:
     return 0
 
 
-def loader(flags):
+def loader(options):
     """The function that loads one version of a source, in a thread; it raises ServingError."""
-    tags, settings = tuple(flags.saved_model_tags.split(",")), session_config(flags)
+    tags, settings = tuple(options.saved_model_tags.split(",")), session_config(options)
 
     def load(origin: Source, number: int) -> dict[str, session.Servable]:
         try:
             if origin.export is not None:
                 contract = manifest.read(origin.export, number)
-                if flags.verify:
+                if options.verify:
                     manifest.verify(contract)
             servables = {}
             for name in origin.names:
                 servables[name] = servable = session.Servable(origin.path(name, number), tags, settings)
-                seen = warmup.replay(servable) if flags.enable_model_warmup else set()
-                warmup.run_zeros(servable, seen, strict=origin.export is not None)
+                if options.enable_model_warmup:
+                    warmup.run_zeros(servable, warmup.replay(servable), strict=origin.export is not None)
             return servables
         except InputError as error:
             # Clients read this: what is wrong, not where on our disk.
@@ -70,73 +70,40 @@ def loader(flags):
     return load
 
 
-def session_config(flags) -> tf.compat.v1.ConfigProto:
+def session_config(options) -> tf.compat.v1.ConfigProto:
     """Of every session. Raises InputError for a file that holds none."""
     found = tf.compat.v1.ConfigProto()
-    if flags.tensorflow_session_config_file:
+    if options.tensorflow_session_config_file:
         try:
-            text_format.Parse(Path(flags.tensorflow_session_config_file).read_text(encoding="utf-8"), found)
+            text_format.Parse(Path(options.tensorflow_session_config_file).read_text(encoding="utf-8"), found)
         except (OSError, text_format.ParseError) as error:
             raise InputError(f"--tensorflow_session_config_file: {error}") from error
-    both = flags.tensorflow_session_parallelism
-    if both and (flags.tensorflow_intra_op_parallelism or flags.tensorflow_inter_op_parallelism):
+    both = options.tensorflow_session_parallelism
+    if both and (options.tensorflow_intra_op_parallelism or options.tensorflow_inter_op_parallelism):
         raise InputError("--tensorflow_session_parallelism sets both pools; leave the other two flags out")
     for field in ("intra_op_parallelism", "inter_op_parallelism"):
-        if both or flags[f"tensorflow_{field}"].value:
-            setattr(found, f"{field}_threads", both or flags[f"tensorflow_{field}"].value)
-    if flags.per_process_gpu_memory_fraction:
-        found.gpu_options.per_process_gpu_memory_fraction = flags.per_process_gpu_memory_fraction
+        if both or getattr(options, f"tensorflow_{field}"):
+            setattr(found, f"{field}_threads", both or getattr(options, f"tensorflow_{field}"))
+    if options.per_process_gpu_memory_fraction:
+        found.gpu_options.per_process_gpu_memory_fraction = options.per_process_gpu_memory_fraction
     found.gpu_options.allow_growth = True
     return found
 
 
-def find_sources(flags, export: Path | None) -> list[Source]:
+def find_sources(options, export: Path | None) -> list[Source]:
     """What the flags ask to serve. Raises InputError."""
     if export is not None:
-        return [source.from_export(export, source.Policy(latest=flags.num_versions))]
-    if not flags.model_config_file:
-        return [Source(((flags.model_name, Path(flags.model_base_path)),))]
+        return [source.from_export(export, source.Policy(latest=options.num_versions))]
+    if not options.model_config_file:
+        return [Source(((options.model_name, Path(options.model_base_path)),))]
     try:
-        return config.to_sources(config.read_models(Path(flags.model_config_file)))
+        return config.to_sources(config.read_models(Path(options.model_config_file)))
     except ServingError as error:
-        raise InputError(f"--model_config_file {flags.model_config_file}: {error.text}") from error
+        raise InputError(f"--model_config_file {options.model_config_file}: {error.text}") from error
 
 
-async def _serve(flags, export: Path | None) -> Core:
-    sources = find_sources(flags, export)
-    monitoring = MONITORING_PATH
-    if flags.monitoring_config_file:
-        monitoring = config.read_monitoring_path(Path(flags.monitoring_config_file))
-    models = Models(loader(flags), flags.max_num_load_retries, flags.load_retry_interval_micros / 1e6)
-    admission = Admission(flags.max_running, flags.max_queued)
-    core = Core(models, admission, Metrics(), flags.max_request_mib << 20, flags.enable_serialization_as_tensor_content)
-    core.metrics.watch(core)
-    stop = _stop_on_signals()
-    labels = flags.allow_version_labels_for_unavailable_models
-    async with contextlib.AsyncExitStack() as stack:
-        if flags.file_system_poll_wait_seconds > 0:
-            stack.enter_context(_background(models.watch(flags.file_system_poll_wait_seconds)))
-        if not await _until(stop, models.configure(sources, unavailable_labels=labels)):
-            return core
-        if flags.model_config_file and flags.model_config_file_poll_wait_seconds > 0:
-            stack.enter_context(_background(_watch_config(flags, models, sources, labels)))
-        reload = _reloader(models, sources, labels)
-        server, checks = grpc_server.make_server(core, reload, _grpc_options(flags.grpc_channel_arguments))
-        runner = rest.make_runner(
-            core, flags.rest_api_timeout_in_ms / 1000, monitoring, flags.rest_api_enable_cors_support
-        )
-        await _listen(flags, server, runner)
-        core.ready = True
-        await grpc_server.set_health(checks, True)
-        names = ", ".join(f"{v.model} {v.number}" for v in models.available())
-        print(f"serving {names}: gRPC {flags.host}:{flags.port}, REST {flags.host}:{flags.rest_api_port}", flush=True)
-        await stop.wait()
-        await _drain(core, server, checks, runner, flags.grace_period)
-    return core
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+async def _serve_until_signal(options, export: Path | None) -> Core:
+    """SIGTERM and SIGINT stop the server; a second one ends the process at once."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def handle(number):
@@ -146,7 +113,49 @@ def _stop_on_signals() -> asyncio.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handle, number)
-    return stop
+    return await serve(options, export, stop)
+
+
+async def serve(options, export: Path | None, stop: asyncio.Event) -> Core:
+    """Load, listen, and drain once `stop` is set; gives what it worked with. Raises InputError.
+
+    Args:
+        options: see `pipeline.serving.serve.options`. export: None: what the options name.
+    """
+    sources = find_sources(options, export)
+    monitoring = MONITORING_PATH
+    if options.monitoring_config_file:
+        monitoring = config.read_monitoring_path(Path(options.monitoring_config_file))
+    models = Models(loader(options), options.max_num_load_retries, options.load_retry_interval_micros / 1e6)
+    admission = Admission(options.max_running, options.max_queued)
+    core = Core(
+        models, admission, Metrics(), options.max_request_mib << 20, options.enable_serialization_as_tensor_content
+    )
+    core.metrics.watch(core)
+    labels = options.allow_version_labels_for_unavailable_models
+    async with contextlib.AsyncExitStack() as stack:
+        if options.file_system_poll_wait_seconds > 0:
+            stack.enter_context(_background(models.watch(options.file_system_poll_wait_seconds)))
+        if not await _until(stop, models.configure(sources, unavailable_labels=labels)):
+            return core
+        if options.model_config_file and options.model_config_file_poll_wait_seconds > 0:
+            stack.enter_context(_background(_watch_config(options, models, sources, labels)))
+        reload = _reloader(models, sources, labels)
+        server, checks = grpc_server.make_server(core, reload, _grpc_options(options.grpc_channel_arguments))
+        runner = rest.make_runner(
+            core, options.rest_api_timeout_in_ms / 1000, monitoring, options.rest_api_enable_cors_support
+        )
+        await _listen(options, server, runner)
+        core.ready = True
+        await grpc_server.set_health(checks, True)
+        names = ", ".join(f"{v.model} {v.number}" for v in models.available())
+        print(
+            f"serving {names}: gRPC {options.host}:{options.port}, REST {options.host}:{options.rest_api_port}",
+            flush=True,
+        )
+        await stop.wait()
+        await _drain(core, server, checks, runner, options.grace_period)
+    return core
 
 
 async def _until(stop: asyncio.Event, work) -> bool:
@@ -196,11 +205,11 @@ def _reloader(models: Models, started_with: list[Source], unavailable_labels: bo
     return reload
 
 
-async def _watch_config(flags, models: Models, current: list[Source], unavailable_labels: bool) -> None:
+async def _watch_config(options, models: Models, current: list[Source], unavailable_labels: bool) -> None:
     while True:
-        await asyncio.sleep(flags.model_config_file_poll_wait_seconds)
+        await asyncio.sleep(options.model_config_file_poll_wait_seconds)
         try:
-            found = await asyncio.to_thread(find_sources, flags, None)
+            found = await asyncio.to_thread(find_sources, options, None)
             if found != current:
                 await models.configure(found, unavailable_labels=unavailable_labels)
                 current = found
@@ -208,21 +217,21 @@ async def _watch_config(flags, models: Models, current: list[Source], unavailabl
             log.warning("--model_config_file stays as it was read before: %s", error)
 
 
-async def _listen(flags, server, runner) -> None:
+async def _listen(options, server, runner) -> None:
     try:
-        if flags.port:
-            server.add_insecure_port(f"{flags.host}:{flags.port}")
-        if flags.grpc_socket_path:
-            server.add_insecure_port(f"unix:{flags.grpc_socket_path}")
+        if options.port:
+            server.add_insecure_port(f"{options.host}:{options.port}")
+        if options.grpc_socket_path:
+            server.add_insecure_port(f"unix:{options.grpc_socket_path}")
     except RuntimeError as error:
-        raise InputError(f"--port {flags.port}: cannot listen on {flags.host} ({error})") from error
+        raise InputError(f"--port {options.port}: cannot listen on {options.host} ({error})") from error
     await server.start()
     await runner.setup()
-    if flags.rest_api_port:
+    if options.rest_api_port:
         try:
-            await rest.web.TCPSite(runner, flags.host, flags.rest_api_port, shutdown_timeout=1).start()
+            await rest.web.TCPSite(runner, options.host, options.rest_api_port, shutdown_timeout=1).start()
         except OSError as error:
-            raise InputError(f"--rest_api_port {flags.rest_api_port}: cannot listen ({error.strerror})") from error
+            raise InputError(f"--rest_api_port {options.rest_api_port}: cannot listen ({error.strerror})") from error
 
 
 async def _drain(core: Core, server, checks, runner, grace: float) -> None:
