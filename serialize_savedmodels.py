@@ -15,7 +15,8 @@ from pipeline import cli
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
-    "checkpoint", "checkpoints/emoji", "Checkpoint to export: a folder in diffusers' layout, or org/name[@revision]."
+    *("checkpoint", "checkpoints/emoji"),
+    "Checkpoint to export: a folder in diffusers' layout, a single file, or org/name[@revision] on the Hub.",
 )
 flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
 flags.DEFINE_integer("height", None, "Height of the pictures in pixels. Default: the checkpoint's own size.")
@@ -37,6 +38,11 @@ flags.DEFINE_multi_string("embedding", [], "Textual inversion to add: FILE.safet
 flags.DEFINE_string("vae", None, "Another VAE, e.g. one safe in float16: folder, file, or org/name on the Hub.")
 flags.DEFINE_integer(
     "clip_skip", 0, "Last layers of the text encoders to leave out. Clip skip N elsewhere is N - 1 here."
+)
+flags.DEFINE_bool("ema", False, "Take the averaged copies of the UNet that some single files hold beside it.")
+flags.DEFINE_enum(
+    *("prediction_type", None, ["epsilon", "v_prediction"]),
+    "What the UNet predicts, whatever the checkpoint says. Single files of Stable Diffusion 2.x do not say.",
 )
 flags.DEFINE_bool("allow_pickle", False, "Read .bin and .ckpt where there is nothing else; needs PyTorch.")
 flags.DEFINE_bool("compare_float32", True, "Half precision: run each part in float32 too, in its memory, to compare.")
@@ -100,10 +106,15 @@ def find_sizes(default: int) -> list[Size]:
 def find_source(sources, locate):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
-        folder, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant, FLAGS.allow_pickle)
-        changes = {"vae": FLAGS.vae, "clip_skip": FLAGS.clip_skip, "allow_pickle": FLAGS.allow_pickle}
-        return sources.diffusers_source(folder, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name, **changes)
-    for name in ("lora", "embedding", "vae", "clip_skip"):
+        path, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant, FLAGS.allow_pickle)
+        options = {option: FLAGS[option].value for option in ("vae", "clip_skip", "allow_pickle", "prediction_type")}
+        given = (path, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name)
+        if path.is_file():
+            return sources.single_file_source(*given, **options, ema=FLAGS.ema)
+        if FLAGS.ema:
+            raise InputError(f"--ema: {path} is a folder; averaged copies are taken from single files")
+        return sources.diffusers_source(*given, **options)
+    for name in ("lora", "embedding", "vae", "clip_skip", "ema", "prediction_type"):
         if FLAGS[name].value:
             raise InputError(f"--{name} changes a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"

@@ -141,6 +141,24 @@ def read_metadata(path: Path) -> dict[str, str]:
     return metadata if isinstance(metadata, dict) else {}
 
 
+def read_file(
+    path: Path, read_pickle: Callable[[Path], dict[str, Tensor]] | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file and the text in its header.
+
+    Args:
+        read_pickle: reads a pickle, see `pipeline.pickles`; None refuses it.
+
+    Raises:
+        InputError: as `read_safetensors`; a pickle that is not to be read.
+    """
+    if path.suffix.lower() not in PICKLES:
+        return read_safetensors(path), read_metadata(path)
+    if read_pickle is None:
+        raise refused_pickle(path, or_allow=True)
+    return read_pickle(path), {}
+
+
 def split_option(option: str) -> tuple[Path, str | None]:
     """FILE or FILE:TEXT from the command line to (FILE, TEXT or None); FILE may hold colons.
 

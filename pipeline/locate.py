@@ -23,7 +23,7 @@ def checkpoint(option: str, variant: str | None = None, pickles: bool = False) -
     """
     path = Path(option)
     if path.exists() or not hub.is_id(option):
-        return path, path.resolve().name
+        return path, path.resolve().stem if path.is_file() else path.resolve().name
     return from_hub(option, variant, pickles), option.partition("@")[0].rpartition("/")[2]
 
 

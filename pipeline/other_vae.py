@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from models import diffusers, diffusers_config, ldm
-from models.checkpoint import PICKLES, Tensor, read_safetensors, refused_pickle
+from models.checkpoint import Tensor, read_file
 from models.config import InputError, VAEConfig
 from models.files import WEIGHT_STEMS, weight_files
 from pipeline import hub, manifest
@@ -26,12 +26,12 @@ class OtherVae:
 
 
 def find(
-    option: str,
+    option: str | None,
     own: VAEConfig,
     variant: str | None = None,
     read_pickle: Callable[[Path], Tensors] | None = None,
-) -> OtherVae:
-    """The autoencoder that --vae names: a folder in diffusers' layout, a single file, or org/name on the Hub.
+) -> OtherVae | None:
+    """The autoencoder that --vae names: a folder in diffusers' layout, a file, or org/name on the Hub; None: none.
 
     Args:
         option: a VAE's folder, a whole checkpoint's, a file in diffusers' or the original naming, or a name on the Hub.
@@ -42,6 +42,8 @@ def find(
     Raises:
         InputError: no autoencoder there, or one for other latents.
     """
+    if not option:
+        return None
     path = Path(option)
     if not path.exists() and hub.is_id(option):
         path, name = _from_hub(option, variant, read_pickle is not None), option.partition("@")[0].rpartition("/")[2]
@@ -71,12 +73,7 @@ def find(
 
 def _single_file(path: Path, own: VAEConfig, read_pickle) -> tuple[VAEConfig, Tensors]:
     """Config and tensors of a file in either naming."""
-    if path.suffix.lower() in PICKLES:
-        if read_pickle is None:
-            raise refused_pickle(path, or_allow=True)
-        tensors = read_pickle(path)
-    else:
-        tensors = read_safetensors(path)
+    tensors, _ = read_file(path, read_pickle)
     if not any(re.search(r"(?:en|de)coder\.(?:up|down)\.\d", name) for name in tensors):
         # diffusers' naming; that its sizes are the checkpoint's is seen when it is loaded.
         return own, tensors

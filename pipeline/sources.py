@@ -6,11 +6,14 @@ from pathlib import Path
 
 import keras
 
-from models import checkpoint, diffusers, embedding, keymaps, lora
+from models import checkpoint, diffusers, embedding, keymaps, ldm, lora
 from models.config import InputError, ModelConfig
 from models.families import FAMILIES, kerascv_numerics
 from pipeline import manifest, other_vae, pickles, tokenizer
 from pipeline.manifest import AddedEmbedding, MergedLora, ReplacedVae
+
+# CLIP's vocabulary, which all families share. Its files name no padding: that is the text encoder's affair.
+CLIP_VOCABULARY = Path(__file__).parents[1] / "checkpoints" / "emoji" / "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,18 @@ class Source:
         return {name: folder for name, folder in found.items() if folder is not None}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A checkpoint as it is on disk, its weights unread under diffusers' names."""
+
+    name: str
+    config: ModelConfig
+    tensors: dict[str, checkpoint.Source]  # component ->
+    where: dict[str, str]  # component -> what messages call it
+    tokenizer: Path
+    tokenizer_2: Path | None
+
+
 def diffusers_source(
     folder: Path,
     variant: str | None = None,
@@ -45,6 +60,7 @@ def diffusers_source(
     vae: str | None = None,
     clip_skip: int = 0,
     allow_pickle: bool = False,
+    prediction_type: str | None = None,
 ) -> Source:
     """A checkpoint in diffusers' folder layout.
 
@@ -55,6 +71,7 @@ def diffusers_source(
         vae: folder, file or name on the Hub of another autoencoder, see `pipeline.other_vae`.
         clip_skip: last layers of each text encoder to leave out, as diffusers counts.
         allow_pickle: read weights from pickles where there are no others.
+        prediction_type: "epsilon" or "v_prediction", whatever the checkpoint says; None: as it says.
 
     Raises:
         InputError: no such checkpoint, or files that do not fit it.
@@ -63,40 +80,101 @@ def diffusers_source(
     ignored_folders = diffusers.check_folder(folder)
     if ignored_folders:
         print(f"ignored: {', '.join(ignored_folders)}")
-    config = skip_layers(diffusers.read_config(folder), clip_skip)
-    other = other_vae.find(vae, config.vae, variant, read_pickle) if vae else None
+    config = diffusers.read_config(folder)
+    if prediction_type not in (None, config.scheduler.prediction_type):
+        said = config.scheduler.prediction_type
+        print(f"notice: --prediction_type {prediction_type} is used, although the checkpoint says {said}")
+        scheduler = dataclasses.replace(config.scheduler, prediction_type=prediction_type)
+        config = dataclasses.replace(config, scheduler=scheduler)
     two = config.text_encoder_2 is not None
-    components = ("text_encoder", *(("text_encoder_2",) if two else ()), "unet", "vae")
-    where = {component: str(folder / component) for component in components}
-    tensors = {}
-    for component in components[: -1 if other else None]:
-        tensors[component] = diffusers.read_weights(folder, component, variant, read_pickle)
+    components = ("text_encoder", *(("text_encoder_2",) if two else ()), "unet", *(() if vae else ("vae",)))
+    found = _Found(
+        name=name or folder.resolve().name,
+        config=config,
+        tensors={
+            component: diffusers.read_weights(folder, component, variant, read_pickle) for component in components
+        },
+        where={component: str(folder / component) for component in components},
+        tokenizer=folder / "tokenizer",
+        tokenizer_2=folder / "tokenizer_2" if two else None,
+    )
+    return _changed(found, loras, embeddings, other_vae.find(vae, config.vae, variant, read_pickle), clip_skip)
+
+
+def single_file_source(
+    path: Path,
+    variant: str | None = None,
+    loras: Sequence[str] = (),
+    embeddings: Sequence[str] = (),
+    name: str | None = None,
+    vae: str | None = None,
+    clip_skip: int = 0,
+    allow_pickle: bool = False,
+    prediction_type: str | None = None,
+    ema: bool = False,
+) -> Source:
+    """A checkpoint in one file, in the original naming; it has no vocabulary, so CLIP's own is taken.
+
+    Args:
+        variant: of --vae's files.
+        prediction_type: "epsilon" or "v_prediction"; None: as the file says, see `models.ldm_config`.
+        ema: take the UNet's averaged copies.
+        The rest is as for `diffusers_source`.
+
+    Raises:
+        InputError: no such file, or not a checkpoint of the supported families.
+    """
+    read_pickle = pickles.reader(allow_pickle)
+    tensors, metadata = checkpoint.read_file(path, read_pickle)
+    read = ldm.read(tensors, str(path), ema, prediction_type, metadata)
+    if read.ignored:
+        print(f"ignored: {', '.join(read.ignored)}")
+    for notice in read.notices:
+        print(f"notice: {notice}")
+    found = _Found(
+        name=name or path.resolve().stem,
+        config=read.config,
+        tensors=read.tensors,
+        where={component: f"{path}: {component}" for component in read.tensors},
+        tokenizer=CLIP_VOCABULARY,
+        tokenizer_2=CLIP_VOCABULARY if "text_encoder_2" in read.tensors else None,
+    )
+    return _changed(found, loras, embeddings, other_vae.find(vae, read.config.vae, variant, read_pickle), clip_skip)
+
+
+def _changed(
+    found: _Found,
+    loras: Sequence[str],
+    embeddings: Sequence[str],
+    other: other_vae.OtherVae | None,
+    clip_skip: int,
+) -> Source:
+    """The checkpoint with what the user adds to it."""
+    config, tensors, where = skip_layers(found.config, clip_skip), found.tensors, found.where
     if other:
         config = dataclasses.replace(config, vae=other.config)
-        tensors["vae"], where["vae"] = other.tensors, other.where
+        tensors, where = tensors | {"vae": other.tensors}, where | {"vae": other.where}
     merged = [lora.parse(option) for option in loras]
     tensors = lora.merge(tensors, merged)
     added = [embedding.parse(option) for option in embeddings]
     if added:
         tensors = embedding.extend(tensors, added)
-        config, added = _with_tokens(config, folder / "tokenizer", added)
+        config, added = _with_tokens(config, found.tokenizer, added)
 
     def fill(component, layers):
         keymap = keymaps.of_component(component, config)
         return checkpoint.load(layers, tensors[component], keymap, where[component])
 
-    used = tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged)
-    second = folder / "tokenizer_2" if two else None
     return Source(
-        name=name or folder.resolve().name,
+        name=found.name,
         config=config,
-        tokenizer=folder / "tokenizer",
+        tokenizer=found.tokenizer,
         fill=fill,
-        loras=used,
+        loras=tuple(MergedLora(file.path.stem, manifest.sha256(file.path), file.weight) for file in merged),
         vae=other.used if other else None,
         clip_skip=clip_skip,
         embeddings=tuple(added),
-        tokenizer_2=second,
+        tokenizer_2=found.tokenizer_2,
     )
 
 
