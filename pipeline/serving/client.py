@@ -9,7 +9,7 @@ import math
 import random
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -218,6 +218,17 @@ def _explained(error: ServingError) -> str:
     line = " ".join(str(error).split())
     hints = [hint for text, hint in HINTS.items() if text in error.text] or [HINTS_BY_CODE.get(error.code)]
     return f"{line}; {hints[0]}" if hints[0] else line
+
+
+def dtype(name: str) -> str:
+    """A dtype as TensorFlow's messages spell it, DT_FLOAT, as a manifest does: float32."""
+    name = name.removeprefix("DT_").lower()
+    return "float32" if name == "float" else name
+
+
+def shape(sizes: Iterable[int]) -> tuple[int | None, ...]:
+    """A shape as TensorFlow's messages spell it, with -1 for what is not known, as a manifest does, with None."""
+    return tuple(None if size < 0 else size for size in sizes)
 
 
 def largest_answer(contract: Manifest) -> int:

@@ -8,7 +8,7 @@ from pipeline.serving.status import ServingError
 
 cli.import_tensorflow()
 
-import tensorflow as tf  # noqa: E402
+from tensorflow.core.framework import types_pb2  # noqa: E402
 from tensorflow_serving.apis import (  # noqa: E402
     get_model_metadata_pb2,
     get_model_status_pb2,
@@ -76,6 +76,6 @@ def _ask(method, request, seconds: float):
 
 def _tensors(described) -> dict[str, tuple[str, tuple]]:
     return {
-        name: (tf.as_dtype(t.dtype).name, tuple(None if d.size < 0 else d.size for d in t.tensor_shape.dim))
+        name: (client.dtype(types_pb2.DataType.Name(t.dtype)), client.shape(d.size for d in t.tensor_shape.dim))
         for name, t in described.items()
     }

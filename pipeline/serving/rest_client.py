@@ -8,17 +8,14 @@ import numpy as np
 import urllib3
 
 from models.config import TensorSpec
-from pipeline.serving import status
-from pipeline.serving.client import Server
+from pipeline.serving import client, status
 from pipeline.serving.status import ServingError
 
 CONNECT_SECONDS = 10.0
 CODES = {number: code for code, number in reversed(status.HTTP.items())}
-# As signatures in REST's metadata spell dtypes; those of this toolkit's exports.
-DTYPES = {"FLOAT": "float32", "INT32": "int32", "UINT8": "uint8", "BOOL": "bool", "STRING": "string"}
 
 
-def connect(url: str, base: str) -> Server:
+def connect(url: str, base: str) -> client.Server:
     """A server at SCHEME://HOST:PORT; connects with the first call. See `pipeline.serving.client.Server`."""
     pool = urllib3.PoolManager(maxsize=16, retries=False)
 
@@ -65,7 +62,7 @@ def connect(url: str, base: str) -> Server:
         except (KeyError, TypeError, ValueError) as error:
             raise _unexpected(answer) from error
 
-    return Server(url, predict, signatures, versions)
+    return client.Server(url, predict, signatures, versions)
 
 
 def _error(answer) -> ServingError:
@@ -93,14 +90,7 @@ def _array(value, spec: TensorSpec) -> np.ndarray:
 
 
 def _tensors(described: dict) -> dict[str, tuple[str, tuple]]:
-    return {name: (_dtype(t["dtype"]), _shape(t["tensor_shape"])) for name, t in described.items()}
-
-
-def _dtype(name: str) -> str:
-    name = name.removeprefix("DT_")
-    return DTYPES.get(name, name.lower())
-
-
-def _shape(shape: dict) -> tuple:
-    sizes = [int(d["size"]) for d in shape.get("dim", ())]
-    return tuple(None if size < 0 else size for size in sizes)
+    return {
+        name: (client.dtype(t["dtype"]), client.shape(int(d["size"]) for d in t["tensor_shape"].get("dim", ())))
+        for name, t in described.items()
+    }
