@@ -70,10 +70,11 @@ class Models:
         """Serve exactly these from now on.
 
         Args:
-            wait: until each has a version that answers. unavailable_labels: let labels name versions that do not.
+            wait: until their versions answer or have failed. unavailable_labels: let labels name versions that do not.
 
         Raises:
-            ServingError: a name twice, a label of a version that is not there, or (`wait`) a version that fails.
+            ServingError: a name twice, a label of a version that is not there, or (`wait`) a model without
+                a version that answers.
         """
         names = [name for source in sources for name in source.names]
         if len(set(names)) < len(names):
@@ -160,14 +161,18 @@ class Models:
         return any(v.number == number and v.state == AVAILABLE for v in self.list_versions(name))
 
     async def _wait_for(self, sources: list[Source]) -> None:
-        waiting = [g for g in self._groups if g.source in sources and not g.removed]
-        while waiting := [g for g in waiting if not g.available()]:
-            for group in waiting:
-                failed = [v.error for parts in group.versions.values() for v in parts.values() if v.error]
-                if failed:
-                    raise failed[0]
-            self._changed.clear()
-            await self._changed.wait()
+        """Until every wanted version answers or has failed once; raises where none of a group answers."""
+        for group in [g for g in self._groups if g.source in sources and not g.removed]:
+            while not group.wanted or not all(
+                version.state == AVAILABLE or version.error
+                for number in group.wanted
+                for version in group.versions[number].values()
+            ):
+                self._changed.clear()
+                await self._changed.wait()
+            if not group.available():
+                failed = group.versions[max(group.wanted)].values()
+                raise next(version.error for version in failed if version.error)
 
     async def _load_version(self, group: Group, number: int) -> None:
         parts = group.versions[number]

@@ -1,12 +1,15 @@
 """A toy model with signatures of every kind, and servers that run it."""
 
+import asyncio
 import contextlib
 import http.client
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -52,6 +55,7 @@ def save_toy(folder: Path, added: float) -> None:
         "half_in": signature(lambda h: {"y": tf.cast(h, tf.float32)}, h=(tf.float16, row)),
         "half_out": signature(lambda x: {"h": tf.cast(x, tf.float16)}, x=(tf.float32, row)),
         "scalar_out": signature(lambda x: {"sum": tf.reduce_sum(x)}, x=(tf.float32, row)),
+        "slow": signature(slow, n=(tf.int32, [])),
         "uneven": signature(lambda x: {"x": x, "z": tf.concat([x, x], 0)}, x=(tf.float32, row)),
         "compiled": signature(lambda x: {"y": compiled(x)}, x=(tf.float32, row)),
         "classify": signature(classify, inputs=(tf.string, row)),
@@ -63,6 +67,13 @@ def save_toy(folder: Path, added: float) -> None:
     message = saved_model_pb2.SavedModel.FromString(path.read_bytes())
     message.meta_graphs[0].signature_def["defaulted"].defaults["b"].CopyFrom(tf.make_tensor_proto([5], tf.int32))
     path.write_bytes(message.SerializeToString())
+
+
+def slow(n):
+    """About 0.3 ms a round on one core; it can be stopped between rounds."""
+    one = tf.eye(200)
+    _, last = tf.while_loop(lambda i, x: i < n, lambda i, x: (i + 1, tf.linalg.matmul(x, one)), (0, one))
+    return {"trace": tf.linalg.trace(last)}
 
 
 def parse(inputs):
@@ -91,61 +102,149 @@ def launcher(folder: Path) -> Path:
     return path
 
 
-class Server:
-    """A running server, ours or the real one."""
+class Client:
+    """The least a client needs, and no more than the protocol."""
 
-    def __init__(self, program: str | Path, folder: Path, *arguments: str):
-        self.port, self.rest_port = free_port(), free_port()
-        command = [str(program), f"--port={self.port}", f"--rest_api_port={self.rest_port}", *arguments]
-        self.log = (folder / "server.log").open("w")
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+    def __init__(self, port: int, rest_port: int):
+        self.port, self.rest_port = port, rest_port
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         self.predictions = prediction_service_pb2_grpc.PredictionServiceStub(self.channel)
         self.models = model_service_pb2_grpc.ModelServiceStub(self.channel)
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                if self.rest("GET", "/v1/models/toy")[0] == 200:
-                    return
-            assert self.process.poll() is None, Path(self.log.name).read_text()
-            time.sleep(0.1)
-        raise AssertionError(f"the server did not come up: {Path(self.log.name).read_text()}")
 
     def rest(self, method: str, path: str, body=None, headers=()) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.rest_port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.rest_port, timeout=60)
         body = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, body, dict(headers))
-        answer = connection.getresponse()
         with contextlib.closing(connection):
+            connection.request(method, path, body, dict(headers))
+            answer = connection.getresponse()
             return answer.status, answer.read()
 
-    def stop(self) -> None:
-        self.channel.close()
-        self.process.terminate()
-        self.process.wait(20)
-        self.log.close()
+    def states(self, model: str = "toy") -> dict[int, str]:
+        """Version -> state."""
+        found = json.loads(self.rest("GET", f"/v1/models/{model}")[1]).get("model_version_status", [])
+        return {int(version["version"]): version["state"] for version in found}
+
+    def metric(self, name: str, page: str = "/monitoring/prometheus/metrics") -> float:
+        """Sum of what Prometheus' page says of a metric, all labels together."""
+        lines = self.rest("GET", page)[1].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f":tensorflow:serving:{name}"))
+
+    def wait(self, is_true, seconds: float = 60.0) -> "Client":
+        """Until `is_true()`; while nobody listens it is not."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                if is_true():
+                    return self
+            time.sleep(0.02)
+        raise AssertionError("waited in vain")
+
+
+@contextlib.contextmanager
+def launching(folder: Path):
+    """Function (*arguments, program, **environment) -> (process, Client) of a server in a process of its own."""
+    started = []
+
+    def start(*arguments: str, program=None, **environment):
+        client = Client(free_port(), free_port())
+        command = [str(program or launcher(folder)), f"--port={client.port}", f"--rest_api_port={client.rest_port}"]
+        with (folder / "server.log").open("a") as log:
+            process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=os.environ | environment)
+        started.append((process, client))
+        client.wait(lambda: process.poll() is not None or client.rest("GET", "/v1/models/toy")[0] == 200)
+        assert process.poll() is None, (folder / "server.log").read_text()
+        return process, client
+
+    yield start
+    for process, client in started:
+        client.channel.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """See `launching`; the log is server.log."""
+    with launching(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def serve():
+    """Function (export or None, **options) -> Client of a server in a thread of this process, where XLA is allowed.
+
+    Its `stop()` drains it as SIGTERM does, and waits; it gives the seconds that took.
+    """
+    from pipeline.serving import serve as command
+    from pipeline.serving import server
+
+    running = []
+
+    def start(export=None, **changes):
+        client = Client(free_port(), free_port())
+        options = command.options(port=client.port, rest_api_port=client.rest_port, **changes)
+        stop, failed = threading.Event(), []
+
+        async def main():
+            event, loop = asyncio.Event(), asyncio.get_running_loop()
+            loop.run_in_executor(None, lambda: stop.wait() and loop.call_soon_threadsafe(event.set))
+            try:
+                await server.serve(options, export, event)
+            finally:
+                stop.set()
+
+        def run():
+            try:
+                asyncio.run(main())
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+
+        def finish():
+            start = time.monotonic()
+            stop.set()
+            thread.join(60)
+            return time.monotonic() - start
+
+        client.stop = finish
+        running.append(client)
+        thread.start()
+        client.wait(lambda: failed or client.rest("GET", "/readyz")[0] == 200)
+        if failed:
+            raise failed[0]
+        return client
+
+    yield start
+    for client in running:
+        client.channel.close()
+        client.stop()
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory) -> Path:
+    """Two versions of the toy model; tests must not change them."""
+    folder = tmp_path_factory.mktemp("models") / "toy"
+    for number, added in ADDED.items():
+        save_toy(folder / str(number), added)
+    return folder
 
 
 @pytest.fixture(scope="session", params=["ours", *(["real"] if REAL else [])])
-def server(request, tmp_path_factory, tiny_export):
+def server(request, tmp_path_factory, toy, tiny_export):
     """One server for all cases: two versions of the toy model, with labels, and the parts of an export."""
     folder = tmp_path_factory.mktemp("conformance")
-    for number, added in ADDED.items():
-        save_toy(folder / "toy" / str(number), added)
     labels = 'version_labels { key: "stable" value: 1 } version_labels { key: "canary" value: 2 }'
     policy = "model_version_policy { specific { versions: 1 versions: 2 } }"
-    models = [f'name: "toy" base_path: "{folder}/toy" {policy} {labels}']
-    models += [
-        f'name: "{part}" base_path: "{tiny_export}/{part}"' for part in ("text_encoder", "diffusion_model", "decoder")
-    ]
+    models = [f'name: "toy" base_path: "{toy}" {policy} {labels}']
+    parts = ("text_encoder", "diffusion_model", "decoder")
+    models += [f'name: "{part}" base_path: "{tiny_export}/{part}"' for part in parts]
     config = folder / "models.config"
     lines = "\n".join(f'config {{ {model} model_platform: "tensorflow" }}' for model in models)
     config.write_text(f"model_config_list {{ {lines} }}")
     monitoring = folder / "monitoring.config"
     monitoring.write_text('prometheus_config { enable: true path: "/monitoring/prometheus/metrics" }')
     arguments = (f"--model_config_file={config}", f"--monitoring_config_file={monitoring}", "--enable_batching=false")
-    program = launcher(folder) if request.param == "ours" else REAL
-    running = Server(
-        program, folder, *arguments, "--enable_model_warmup=false", "--allow_version_labels_for_unavailable_models"
-    )
-    yield running
-    running.stop()
+    arguments += ("--enable_model_warmup=false", "--allow_version_labels_for_unavailable_models")
+    with launching(folder) as start:
+        yield start(*arguments, program=None if request.param == "ours" else REAL)[1]
