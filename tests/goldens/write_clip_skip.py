@@ -25,6 +25,9 @@ def main():
     arrays = {"prompts": np.array(PROMPTS)}
     for name, skips in CASES.items():
         pipeline = diffusers.DiffusionPipeline.from_pretrained(HERE / name, dtype=torch.float32)
+        # diffusers 0.42 looks for the final norm where transformers 5 no longer has it.
+        if not hasattr(pipeline.text_encoder, "text_model"):
+            object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
         for suffix in ("", "_2"):
             tokenizer = getattr(pipeline, f"tokenizer{suffix}", None)
             if tokenizer is not None:
