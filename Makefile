@@ -1,10 +1,12 @@
 # make run     export the embedded checkpoint and draw a picture
 # make test    style and tests, offline after the packages are installed
-# make parity  compare with diffusers at full size (about an hour on two cores)
+# make parity FAMILY=sd1|sd2|sdxl
+#              compare with diffusers at full size (about an hour on two cores)
 # make bench   time the embedded checkpoint, with and without XLA
 # Each builds its own virtual environment first.
 
 PYTHON ?= python3.11
+FAMILY ?= sd1
 PROMPT ?= a red apple on a blue background
 
 .PHONY: run test parity bench clean
@@ -23,7 +25,7 @@ bench: .venv/run.stamp
 	.venv/bin/python benchmark.py --models exports/emoji
 
 parity: .venv/test.stamp .venv-peers/run.stamp
-	.venv/bin/python tests/parity.py --peers .venv-peers/bin/python
+	.venv/bin/python tests/parity.py --peers .venv-peers/bin/python --family $(FAMILY)
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

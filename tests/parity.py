@@ -1,11 +1,12 @@
 """Compare an export with diffusers (PyTorch, CPU, float32): every component, and whole chains from the same noise.
 
-python tests/parity.py --peers .venv-peers/bin/python
+python tests/parity.py --peers .venv-peers/bin/python --family sd1
 
-Without --checkpoint a full-size Stable Diffusion 1.x with seeded random weights is written first. The checkpoint is
+Without --checkpoint a full-size model of the family with seeded random weights is written first. The checkpoint is
 exported by serialize_savedmodels.py, and the reloaded export is compared. diffusers runs in its own environment
 (tests/peers/requirements.txt). Exit code 1 when a bar is missed, or when the run would prove nothing because the
-picture does not depend on prompt and guidance. At 512x512 with two processor cores: about an hour.
+picture does not depend on prompt and guidance. With two processor cores about an hour for each family; XL, whose
+weights fill 13 GB in float32, at 256x256.
 """
 
 import argparse
@@ -32,6 +33,7 @@ GUIDANCE_SCALE = 7.5
 TIMESTEP = 501
 SEED = 0
 SAMPLERS = ("ddim", "euler")
+PIXELS = {"sd1": 512, "sd2": 512, "sdxl": 256}  # a side of the picture; XL must fit beside its weights
 
 TEXT_MAX_ABS = 1e-4  # relative to max(1, max|reference|)
 COMPONENT_PSNR = 80.0  # dB
@@ -54,10 +56,10 @@ def main() -> int:
     arguments = parse_arguments()
     work = arguments.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    checkpoint = (arguments.checkpoint or work / "sd1").resolve()
+    checkpoint = (arguments.checkpoint or work / arguments.family).resolve()
     if not checkpoint.exists():
-        tokenizer_folder = ROOT / "checkpoints" / "emoji" / "tokenizer"
-        peer(arguments, "write_sd1.py", checkpoint, "--tokenizer", tokenizer_folder)
+        words = ROOT / "checkpoints" / "emoji" / "tokenizer"
+        peer(arguments, "write_checkpoint.py", checkpoint, "--family", arguments.family, "--tokenizer", words)
     exported = arguments.export or export(checkpoint, work, arguments)
     reference = read_reference(checkpoint, work, arguments)
     rows = meaningfulness(reference) + components(exported, reference) + chains(exported, reference, arguments)
@@ -72,11 +74,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work_dir", type=Path, default=ROOT / "build" / "parity")
     parser.add_argument("--export", type=Path, help="compare this export instead of making one")
     parser.add_argument("--reference", type=Path, help="compare with this output of reference.py instead of running it")
-    parser.add_argument("--height", type=int, default=512)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--family", choices=PIXELS, default="sd1", help="which model is written and compared")
+    parser.add_argument("--height", type=int, help="pixels; default: 512, of XL 256")
+    parser.add_argument("--width", type=int)
     parser.add_argument("--num_steps", type=int, default=10)
     parser.add_argument("--jit_compile", action="store_true", help="run our chains with XLA")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name in ("height", "width"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, PIXELS[arguments.family])
+    return arguments
 
 
 def peer(arguments: argparse.Namespace, script: str, *more) -> None:
@@ -87,7 +94,7 @@ def peer(arguments: argparse.Namespace, script: str, *more) -> None:
 
 def export(checkpoint: Path, work: Path, arguments: argparse.Namespace) -> Path:
     """Export by the script that users run; always anew, because the code may have changed."""
-    folder = work / f"export-{arguments.height}x{arguments.width}"
+    folder = work / f"{checkpoint.name}-{arguments.width}x{arguments.height}"
     shutil.rmtree(folder, ignore_errors=True)
     flags = {
         "checkpoint": checkpoint,
@@ -103,7 +110,8 @@ def export(checkpoint: Path, work: Path, arguments: argparse.Namespace) -> Path:
 
 def read_reference(checkpoint: Path, work: Path, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     """diffusers' numbers, computed or, with --reference, read; always those of this very request."""
-    inputs, request_file, output = (work / name for name in ("inputs.npz", "request.json", "reference.npz"))
+    names = ("inputs.npz", "request.json", "reference.npz")
+    inputs, request_file, output = (work / f"{checkpoint.name}-{name}" for name in names)
     request = make_request(checkpoint, inputs, arguments)
     request_file.write_text(json.dumps(request, indent=1), encoding="utf-8")
     blocks = json.loads((checkpoint / "vae" / "config.json").read_text(encoding="utf-8"))["block_out_channels"]
@@ -163,33 +171,27 @@ def meaningfulness(reference: dict[str, np.ndarray]) -> list[Row]:
 
 
 def components(exported: Path, reference: dict[str, np.ndarray]) -> list[Row]:
-    """Tokenizer, text encoder, UNet and decoder of the reloaded export, on the reference's inputs."""
+    """Tokenizers, text encoders, UNet and decoder of the reloaded export, on the reference's inputs."""
     contract = manifest.read(exported)
-    rows = []
-    encoder = tokenizer.load(exported / "tokenizer")
-    tokens, negative_tokens = (encoder.encode_batch([text])[0] for text in (PROMPT, NEGATIVE_PROMPT))
-    same = np.array_equal(tokens, reference["tokens"]) and np.array_equal(negative_tokens, reference["negative_tokens"])
-    rows.append(Row("token ids", ("equal" if same else "different",), "equal", same))
-
-    weights = np.ones(tokens.shape, "float32")
-    encode = load.function(contract, "text_encoder", "encode")
-    contexts = encode(
-        tokens=reference["tokens"],
-        negative_tokens=reference["negative_tokens"],
-        token_weights=weights,
-        negative_token_weights=weights,
-    )
-    for name in ("context", "unconditional_context"):
+    rows, inputs = [], {}
+    for suffix, encoder in zip(("", "_2"), tokenizer.of_export(exported, contract.config), strict=False):
+        for name, text in ((f"tokens{suffix}", PROMPT), (f"negative_tokens{suffix}", NEGATIVE_PROMPT)):
+            same = np.array_equal(encoder.encode_batch([text])[0], reference[name])
+            rows.append(Row(name, ("equal" if same else "different",), "equal", same))
+            inputs |= {name: reference[name], f"{name.removesuffix(suffix)[:-1]}_weights": np.ones((1, 77), "float32")}
+    contexts = load.function(contract, "text_encoder", "encode")(**inputs)
+    for name in contexts:
         rows.append(difference(f"text encoder, {name}", reference[name], contexts[name], max_abs=TEXT_MAX_ABS))
 
-    images = len(reference["tokens"])
-    unet = load.function(contract, "diffusion_model", "unet")
-    prediction = unet(
-        latent=noise.initial_latents([SEED], *reference["prediction"].shape[1:3]),
-        timestep=np.full((images,), TIMESTEP, "float32"),
-        context=reference["context"],
+    predict = load.function(contract, "diffusion_model", "unet")
+    size, (_, *shape) = [contract.spec.height, contract.spec.width], reference["prediction"].shape
+    given = {name: reference[name] for name in contexts if not name.startswith("unconditional_")}
+    if "pooled" in given:
+        given["time_ids"] = np.float32([[*size, 0, 0, *size]])
+    prediction = predict(
+        latent=noise.initial_latents([SEED], *shape[:2]), timestep=np.full((1,), TIMESTEP, "float32"), **given
     )["prediction"]
-    del unet
+    del predict
     rows.append(difference("UNet", reference["prediction"], prediction, psnr=COMPONENT_PSNR))
 
     decode_float = load.function(contract, "decoder", "decode_float")

@@ -29,7 +29,6 @@ TINY = write_tiny_sd1.TINY
 TEXT = TINY["text_encoder"]
 OPEN_CLIP = {"hidden_act": "gelu", "num_hidden_layers": 3}
 SCHEDULER = write_checkpoint.SD1_SCHEDULER
-EULER = {name: SCHEDULER[name] for name in write_checkpoint.EULER_KEYS}
 LINEAR = {"use_linear_projection": True, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 VAE = TINY["vae"] | {
     "block_out_channels": (8, 16),
@@ -69,7 +68,7 @@ SDXL = {
         "projection_class_embeddings_input_dim": 40 + 6 * 8,
     },
     "vae": VAE | {"scaling_factor": 0.13025},
-    "scheduler": ("EulerDiscreteScheduler", EULER),
+    "scheduler": ("EulerDiscreteScheduler", SCHEDULER),
 }
 GUIDED = {"num_steps": 5, "guidance_scale": 6.0}
 # Name -> (parts, chains).
@@ -93,7 +92,7 @@ CASES = {
         },
     ),
     "sdxl_turbo": (
-        SDXL | {"scheduler": ("EulerAncestralDiscreteScheduler", EULER | {"timestep_spacing": "trailing"})},
+        SDXL | {"scheduler": ("EulerAncestralDiscreteScheduler", SCHEDULER | {"timestep_spacing": "trailing"})},
         {"euler_a": {"sampler": "euler_a", "num_steps": 4, "guidance_scale": 0.0, "seed": 5}},
     ),
     "lcm": (

@@ -51,8 +51,6 @@ SD1_VAE = {
     "latent_channels": 4,
     "scaling_factor": 0.18215,
 }
-# DDIM's settings that Euler has too.
-EULER_KEYS = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "steps_offset", "timestep_spacing")
 SD1_SCHEDULER = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -119,7 +117,8 @@ SDXL = {
         "projection_class_embeddings_input_dim": 2816,
     },
     "vae": SD1_VAE | {"sample_size": 1024, "scaling_factor": 0.13025},
-    "scheduler": ("EulerDiscreteScheduler", {k: v for k, v in SD1_SCHEDULER.items() if k in EULER_KEYS}),
+    # The published file holds DDIM's keys too.
+    "scheduler": ("EulerDiscreteScheduler", SD1_SCHEDULER),
 }
 FAMILIES = {"sd1": SD1, "sd2": SD2, "sdxl": SDXL}
 
@@ -235,13 +234,22 @@ def write(folder, configs, tokenizer, seed):
         print(f"{component}: {millions:.1f} million parameters", flush=True)
         del module
     scheduler, settings = configs["scheduler"]
-    getattr(diffusers, scheduler)(**settings).save_pretrained(work / "scheduler")
+    write_scheduler(work / "scheduler", getattr(diffusers, scheduler), settings)
     for component in components:
         if component.startswith("text_encoder"):
             write_tokenizer(work / component.replace("text_encoder", "tokenizer"), configs[component], tokenizer)
     index = model_index(configs["pipeline"], components, scheduler)
     (work / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     work.rename(folder)
+
+
+def write_scheduler(folder, kind, settings):
+    """scheduler_config.json; settings that are other classes' stand in it as they do in published files."""
+    own = {name: value for name, value in settings.items() if name in kind().config}
+    kind(**own).save_pretrained(folder)
+    path = folder / "scheduler_config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(settings | written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(folder, config, source):
