@@ -340,7 +340,7 @@ TRANSFORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "same": lambda array: array,
     "dense": _dense,
     "conv": lambda array: array.transpose(2, 3, 1, 0),
-    "squeeze": lambda array: array.reshape(array.shape[2:]),
+    "squeeze": lambda array: array.reshape(array.shape[-2:]),
 }
 
 
@@ -351,7 +351,7 @@ def _transformed_shape(shape: tuple[int, ...], transform: str) -> tuple[int, ...
     if transform == "conv":
         return (*shape[2:], shape[1], shape[0]) if len(shape) == 4 else None
     if transform == "squeeze":
-        return shape[2:] if len(shape) == 4 and shape[:2] == (1, 1) else None
+        return shape[-2:] if shape[:-2] in ((), (1, 1)) and len(shape) >= 2 else None
     return shape
 
 

@@ -24,7 +24,7 @@ class TextEncoderConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    hidden_act: str  # "quick_gelu" (x * sigmoid(1.702 x)) or "gelu" (erf)
+    hidden_act: str  # "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (erf) or "gelu_tanh"
     layer_norm_eps: float
     skipped_layers: int  # last layers that the context does not go through; 0 takes it from the last
     context_norm: bool  # whether it goes through final_layer_norm too

@@ -198,17 +198,22 @@ def kerascv_numerics(config: ModelConfig) -> ModelConfig:
     """The same architecture computed as KerasCV computes it, so that its weights draw its pictures.
 
     KerasCV's named differences from diffusers: epsilon 1e-5 in every GroupNorm, tanh GELU in the UNet's
-    feed-forward layers, pixels truncated to integers, and its own step grid: DDIM over timesteps spread evenly
-    from 999 to 0, both included, whose last step ends at a signal of exactly 1.
+    feed-forward layers and OpenCLIP's, pixels truncated to integers, prompts filled up with the end token, and its own
+    step grid: DDIM over timesteps spread evenly from 999 to 0, both included, whose last step ends at a signal of
+    exactly 1. Its Stable Diffusion 2.x is the base model, which predicts noise and draws 512 x 512.
     """
+    act = {"gelu": "gelu_tanh"}.get(config.text_encoder.hidden_act, config.text_encoder.hidden_act)
     return dataclasses.replace(
         config,
         numerics="kerascv",
+        default_size=512,
+        text_encoder=dataclasses.replace(config.text_encoder, hidden_act=act, pad_token=None),
         unet=dataclasses.replace(config.unet, transformer_norm_eps=1e-5, geglu_act="gelu_tanh"),
         vae=dataclasses.replace(config.vae, norm_eps=1e-5),
         scheduler=dataclasses.replace(
             config.scheduler,
             class_name="DDIMScheduler",
+            prediction_type="epsilon",
             timestep_spacing="linspace",
             steps_offset=0,
             set_alpha_to_one=True,

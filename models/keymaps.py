@@ -6,7 +6,8 @@ matches each name. The target is our variable name, LAYER.VARIABLE. Transforms a
     same     the array as it is
     dense    [out, in] to [in, out]; a 1x1 convolution [out, in, 1, 1] counts as the same layer
     conv     [out, in, height, width] to [height, width, in, out]
-    squeeze  [1, 1, in, out] to [in, out]: a 1x1 convolution already in Keras' layout counts as the dense layer
+    squeeze  [1, 1, in, out] to [in, out]: a 1x1 convolution already in Keras' layout counts as the dense layer; so
+             does [in, out] itself
 """
 
 import dataclasses
@@ -138,20 +139,34 @@ def _kerascv_unet_block(name: str, layers: int, shortcuts: int, attention: bool,
     return names + (_kerascv(f"{name}.{resample}.0.", {"conv": _KERASCV_LINEAR}) if resample else [])
 
 
-def _kerascv_vae_block(name: str, shortcuts: int, upsample: bool) -> list[str]:
+def _kerascv_vae_block(name: str, layers: int, shortcuts: int, resample: str | None) -> list[str]:
     names = []
-    for i in range(3):
+    for i in range(layers):
         names += _kerascv(f"{name}.resnets.{i}.", _KERASCV_RESNET | (_KERASCV_SHORTCUT if i < shortcuts else {}))
-    return names + (_kerascv(f"{name}.upsamplers.0.", {"conv": _KERASCV_LINEAR}) if upsample else [])
+    return names + (_kerascv(f"{name}.{resample}.0.", {"conv": _KERASCV_LINEAR}) if resample else [])
+
+
+def _kerascv_vae_middle(half: str) -> list[str]:
+    attention = f"{half}.mid_block.attentions.0."
+    return [
+        *_kerascv(f"{half}.mid_block.resnets.0.", _KERASCV_RESNET),
+        *_kerascv(attention, {"group_norm": _KERASCV_NORM}),
+        *_kerascv(attention, dict.fromkeys(("to_q", "to_k", "to_v", "to_out.0"), _KERASCV_LINEAR)),
+        *_kerascv(f"{half}.mid_block.resnets.1.", _KERASCV_RESNET),
+    ]
+
+
+def _kerascv_text_encoder(layers: int) -> list[str]:
+    return [
+        "embeddings.token_embedding.embeddings",
+        "embeddings.position_embedding.embeddings",
+        *[name for i in range(layers) for name in _kerascv(f"encoder.layers.{i}.", _KERASCV_ENCODER_LAYER)],
+        *_kerascv("", {"final_layer_norm": _KERASCV_NORM}),
+    ]
 
 
 KERASCV_NAMES: dict[str, list[str]] = {
-    "text_encoder": [
-        "embeddings.token_embedding.embeddings",
-        "embeddings.position_embedding.embeddings",
-        *[name for i in range(12) for name in _kerascv(f"encoder.layers.{i}.", _KERASCV_ENCODER_LAYER)],
-        *_kerascv("", {"final_layer_norm": _KERASCV_NORM}),
-    ],
+    "text_encoder": _kerascv_text_encoder(12),
     "unet": [
         *_kerascv("", {"time_embedding.linear_1": _KERASCV_LINEAR}),
         *_kerascv("", {"conv_in": _KERASCV_LINEAR}),
@@ -172,18 +187,31 @@ KERASCV_NAMES: dict[str, list[str]] = {
     # The decoder only: KerasCV's text-to-image has no VAE encoder.
     "vae": [
         *_kerascv("", {"post_quant_conv": _KERASCV_LINEAR, "decoder.conv_in": _KERASCV_LINEAR}),
-        *_kerascv("decoder.mid_block.resnets.0.", _KERASCV_RESNET),
-        *_kerascv("decoder.mid_block.attentions.0.", {"group_norm": _KERASCV_NORM}),
-        *_kerascv("decoder.mid_block.attentions.0.", dict.fromkeys(("to_q", "to_k", "to_v"), _KERASCV_LINEAR)),
-        *_kerascv("decoder.mid_block.attentions.0.", {"to_out.0": _KERASCV_LINEAR}),
-        *_kerascv("decoder.mid_block.resnets.1.", _KERASCV_RESNET),
-        *_kerascv_vae_block("decoder.up_blocks.0", shortcuts=0, upsample=True),
-        *_kerascv_vae_block("decoder.up_blocks.1", shortcuts=0, upsample=True),
-        *_kerascv_vae_block("decoder.up_blocks.2", shortcuts=1, upsample=True),
-        *_kerascv_vae_block("decoder.up_blocks.3", shortcuts=1, upsample=False),
+        *_kerascv_vae_middle("decoder"),
+        *_kerascv_vae_block("decoder.up_blocks.0", 3, shortcuts=0, resample="upsamplers"),
+        *_kerascv_vae_block("decoder.up_blocks.1", 3, shortcuts=0, resample="upsamplers"),
+        *_kerascv_vae_block("decoder.up_blocks.2", 3, shortcuts=1, resample="upsamplers"),
+        *_kerascv_vae_block("decoder.up_blocks.3", 3, shortcuts=1, resample=None),
         *_kerascv("", {"decoder.conv_norm_out": _KERASCV_NORM, "decoder.conv_out": _KERASCV_LINEAR}),
     ],
+    "vae_encoder": [
+        *_kerascv("", {"encoder.conv_in": _KERASCV_LINEAR}),
+        *_kerascv_vae_block("encoder.down_blocks.0", 2, shortcuts=0, resample="downsamplers"),
+        *_kerascv_vae_block("encoder.down_blocks.1", 2, shortcuts=1, resample="downsamplers"),
+        *_kerascv_vae_block("encoder.down_blocks.2", 2, shortcuts=1, resample="downsamplers"),
+        *_kerascv_vae_block("encoder.down_blocks.3", 2, shortcuts=0, resample=None),
+        *_kerascv_vae_middle("encoder"),
+        *_kerascv("", {"encoder.conv_norm_out": _KERASCV_NORM, "encoder.conv_out": _KERASCV_LINEAR}),
+        *_kerascv("", {"quant_conv": _KERASCV_LINEAR}),
+    ],
 }
+_KERASCV_TEXT_ENCODER_2 = _kerascv_text_encoder(23)
+
+
+def kerascv_names(component: str, family: str) -> list[str]:
+    """The names of a network's weights in KerasCV's order; its Stable Diffusion 2.x has a deeper text encoder."""
+    return _KERASCV_TEXT_ENCODER_2 if (component, family) == ("text_encoder", "sd2") else KERASCV_NAMES[component]
+
 
 DIFFUSERS["text_encoder_2"] = DIFFUSERS["text_encoder"]
 

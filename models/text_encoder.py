@@ -9,6 +9,7 @@ from models.layers import Dense, Embedding, Layer, LayerNorm, attention
 ACTIVATIONS = {
     "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
     "gelu": lambda x: ops.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: ops.gelu(x, approximate=True),
 }
 
 
