@@ -16,7 +16,7 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
     *("checkpoint", "checkpoints/emoji"),
-    "Checkpoint to export: a folder in diffusers' layout, a single file, or org/name[@revision] on the Hub.",
+    "Checkpoint to export: a folder in diffusers' layout, a single file, KerasCV's .h5 files, or org/name[@revision].",
 )
 flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
 flags.DEFINE_integer("height", None, "Height of the pictures in pixels. Default: the checkpoint's own size.")
@@ -103,10 +103,20 @@ def find_sizes(default: int) -> list[Size]:
     return [Size(int(match[1]), int(match[2])) for match in found]
 
 
+def refuse_changes(why: str) -> None:
+    """Raise InputError if a flag asks for other weights than those that are there."""
+    for name in ("lora", "embedding", "vae", "clip_skip", "ema", "prediction_type"):
+        if FLAGS[name].value:
+            raise InputError(f"--{name} {why}")
+
+
 def find_source(sources, locate):
     """The weights that the flags ask for."""
     if not FLAGS.kerascv and not FLAGS.random_weights:
         path, name = locate.checkpoint(FLAGS.checkpoint, FLAGS.variant, FLAGS.allow_pickle)
+        if sources.is_kerascv(path):
+            refuse_changes("does not go with KerasCV's files")
+            return sources.h5_source(path)
         options = {option: FLAGS[option].value for option in ("vae", "clip_skip", "allow_pickle", "prediction_type")}
         given = (path, FLAGS.variant, FLAGS.lora, FLAGS.embedding, name)
         if path.is_file():
@@ -114,9 +124,7 @@ def find_source(sources, locate):
         if FLAGS.ema:
             raise InputError(f"--ema: {path} is a folder; averaged copies are taken from single files")
         return sources.diffusers_source(*given, **options)
-    for name in ("lora", "embedding", "vae", "clip_skip", "ema", "prediction_type"):
-        if FLAGS[name].value:
-            raise InputError(f"--{name} changes a checkpoint; leave --kerascv and --random_weights out")
+    refuse_changes("changes a checkpoint; leave --kerascv and --random_weights out")
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
     if FLAGS.kerascv:
         return sources.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import keras
 
-from models import checkpoint, diffusers, embedding, keymaps, ldm, lora
+from models import checkpoint, diffusers, embedding, kerascv_h5, keymaps, ldm, lora
 from models.config import InputError, ModelConfig
 from models.families import FAMILIES, kerascv_numerics
 from pipeline import manifest, other_vae, pickles, tokenizer
@@ -223,6 +223,38 @@ def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) ->
     config = dataclasses.replace(config, defaults=dataclasses.replace(config.defaults, sampler="ddim"))
     second = None if config.text_encoder_2 is None else tokenizer_folder
     return Source(f"{config.family}-random", config, tokenizer_folder, fill, tokenizer_2=second, learned=False)
+
+
+def is_kerascv(path: Path) -> bool:
+    """Whether a checkpoint is KerasCV's weight files: a .h5 file, or a folder of them that is no other checkpoint."""
+    if path.suffix.lower() == ".h5":
+        return True
+    return path.is_dir() and not (path / "model_index.json").exists() and any(path.glob("*.h5"))
+
+
+def h5_source(path: Path) -> Source:
+    """KerasCV's weight files of Stable Diffusion 1.x or 2.x, computed as KerasCV computes them.
+
+    Args:
+        path: a folder that holds them, or the text encoder's or diffusion model's file beside the others.
+
+    Raises:
+        InputError: a file is missing, damaged or not KerasCV's.
+    """
+    found = kerascv_h5.find(path)
+    for component, file in found.paths.items():
+        print(f"{kerascv_h5.COMPONENTS[component]}: {file}")
+
+    def fill(component, layers):
+        # The autoencoder's halves are files of their own; the decoder comes first.
+        parts = ("vae", "vae_encoder") if component == "vae" else (component,)
+        for layer, part in zip(layers, parts, strict=True):
+            if part in found.tensors:
+                checkpoint.load([layer], found.tensors[part], keymaps.KERASCV[part], str(found.paths[part]))
+        return []
+
+    config = kerascv_numerics(FAMILIES[found.family])
+    return Source(f"kerascv-{found.family}", config, CLIP_VOCABULARY, fill, encodes_images="vae_encoder" in found.paths)
 
 
 def kerascv_source(tokenizer_folder: Path, random_seed: int | None) -> Source:

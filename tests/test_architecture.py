@@ -30,7 +30,7 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
     *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"),
-    "pipeline.precision",
+    *("pipeline.precision", "models.kerascv_h5"),
 }
 # The only doors into the networks; everything else sees the plain data of models.config and models.families.
 USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"}
