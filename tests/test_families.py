@@ -1,15 +1,17 @@
 """Stable Diffusion 2, XL, Turbo and LCM against diffusers' numbers on tiny checkpoints; goldens/write_families.py."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from models import diffusers, diffusers_config
 from models.config import ExportSpec, InputError
-from pipeline import generate, load, manifest, settings, solvers, tokenizer
+from pipeline import export, generate, load, manifest, settings, solvers, sources, tokenizer
 
 FAMILIES = Path(__file__).parent / "goldens" / "families"
 # Cases that differ from another in their scheduler alone use its export.
@@ -17,25 +19,60 @@ EXPORTS = {"sd2": "sd2", "sd2_zero_snr": "sd2", "sdxl": "sdxl", "sdxl_turbo": "s
 CASES = [(case, chain) for case in EXPORTS for chain in json.loads(str(np.load(FAMILIES / f"{case}.npz")["chains"]))]
 
 
+SPEC = ExportSpec(24, 32, prompts=1, images_per_prompt=1, dtype="float32", max_steps=10)
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """Function (case) -> its export as functions, made once, with the case's own scheduler."""
-    folder, made = tmp_path_factory.mktemp("families"), {}
+def xl_export(tmp_path_factory):
+    """Stable Diffusion XL as users export it."""
+    folder = tmp_path_factory.mktemp("families") / "sdxl"
+    export.export(sources.diffusers_source(FAMILIES / "sdxl"), folder, SPEC)
+    return folder
 
-    def get(case):
-        from pipeline import export, sources
 
-        name = EXPORTS[case]
-        if name not in made:
-            spec = ExportSpec(24, 32, prompts=1, images_per_prompt=1, dtype="float32", max_steps=10)
-            export.export(sources.diffusers_source(FAMILIES / name), folder / name, spec)
-            made[name] = load.local(folder / name)
-        functions = made[name]
-        scheduler = diffusers_config.scheduler(FAMILIES / case / "scheduler" / "scheduler_config.json")
-        config = dataclasses.replace(functions.manifest.config, scheduler=scheduler)
-        return dataclasses.replace(functions, manifest=dataclasses.replace(functions.manifest, config=config))
+@pytest.fixture(scope="module")
+def signatures(xl_export):
+    """Function (case, part, signature) -> the function: XL's loaded, the others' as the exporter saves them."""
+    parts = {}
+
+    @functools.cache
+    def get(case, part, name):
+        if case == "sdxl":
+            return load.function(manifest.read(xl_export), part, name)
+        if (case, part) not in parts:
+            source = sources.diffusers_source(FAMILIES / case)
+            build = export._parts(source, SPEC, export._empty_tokens(source), False)[part]
+            parts[case, part] = build()
+        return export._function(next(e for e in parts[case, part][1] if e.name == name))
 
     return get
+
+
+@pytest.fixture(scope="module")
+def exported(xl_export, signatures):
+    """Function (case) -> its functions, with the case's own scheduler."""
+
+    def get(case):
+        name, contract = EXPORTS[case], manifest.read(xl_export)
+        config = diffusers.read_config(FAMILIES / name)
+        scheduler = diffusers_config.scheduler(FAMILIES / case / "scheduler" / "scheduler_config.json")
+        contract = dataclasses.replace(
+            contract,
+            config=dataclasses.replace(config, scheduler=scheduler),
+            zero_unconditional=config.force_zeros_for_empty_prompt,
+            folder=xl_export if name == "sdxl" else FAMILIES / name,
+        )
+
+        def call(signature):
+            return lambda **inputs: signatures(name, manifest.CHAIN[signature], signature)(**as_tensors(inputs))
+
+        return manifest.Functions(**{n: call(n) for n in manifest.CHAIN}, manifest=contract, size=SPEC.size)
+
+    return get
+
+
+def as_tensors(inputs):
+    return {name: tf.convert_to_tensor(value) for name, value in inputs.items()}
 
 
 def golden(case):
@@ -55,7 +92,7 @@ def contexts_of(functions, expected, negatives):
 
 
 @pytest.mark.parametrize("case", ["sd2", "sdxl", "lcm"])
-def test_components(exported, case):
+def test_components(exported, signatures, case):
     functions, expected = exported(case), golden(case)
     words = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     for suffix, encoder in zip(("", "_2"), words, strict=False):
@@ -66,14 +103,14 @@ def test_components(exported, case):
     assert ("pooled" in contexts) == ("pooled" in expected) == (case == "sdxl")
     for name in contexts.keys() & expected.keys():
         close(contexts[name], expected[name])
-    predict = load.function(functions.manifest, "diffusion_model", "unet")
+    predict, decode = signatures(case, "diffusion_model", "unet"), signatures(case, "decoder", "decode_float")
     told = {name: contexts[name] for name in ("context", "pooled", "time_ids") if name in contexts}
     if case == "lcm":
         told["guidance_scale"] = np.float32([8.5])
-    prediction = predict(latent=expected["noise"], timestep=np.float32([501]), **told)["prediction"]
+    told |= {"latent": expected["noise"], "timestep": np.float32([501])}
+    prediction = predict(**as_tensors(told))["prediction"]
     close(prediction, expected["prediction"])
-    decode = load.function(functions.manifest, "decoder", "decode_float")
-    close(decode(latent=expected["decoder_latent"])["image"], expected["decoder_image"])
+    close(decode(latent=tf.constant(expected["decoder_latent"]))["image"], expected["decoder_image"])
 
 
 @pytest.mark.parametrize(("case", "chain"), CASES)
@@ -118,17 +155,16 @@ def test_size_ids_have_the_height_first(exported):
     np.testing.assert_array_equal(ids, [[24, 32, 0, 0, 24, 32]])
 
 
-def test_signatures_follow_from_the_configuration(exported):
+def test_signatures_follow_from_the_configuration(xl_export):
     """No serving_default of the KerasCV SavedModels where their clients cannot feed it."""
-    signatures = {case: exported(case).manifest.signatures for case in ("sd2", "sdxl", "lcm")}
-    for case, parts in signatures.items():
-        for part in ("text_encoder", "diffusion_model"):
-            assert ("serving_default" in parts[part]) == (case != "sdxl")
-    names = {case: [t.name for t in parts["text_encoder"]["encode"].inputs] for case, parts in signatures.items()}
-    assert names["sdxl"][:4] == ["tokens", "negative_tokens", "tokens_2", "negative_tokens_2"]
-    assert "tokens_2" not in names["sd2"]
-    told = [t.name for t in signatures["sdxl"]["diffusion_model"]["denoise_unguided"].inputs]
+    signatures = manifest.read(xl_export).signatures
+    assert all("serving_default" not in signatures[part] for part in ("text_encoder", "diffusion_model"))
+    names = [t.name for t in signatures["text_encoder"]["encode"].inputs]
+    assert names[:4] == ["tokens", "negative_tokens", "tokens_2", "negative_tokens_2"]
+    told = [t.name for t in signatures["diffusion_model"]["denoise_unguided"].inputs]
     assert told[-3:] == ["context", "pooled", "time_ids"]
+    text = manifest.describe(manifest.read(xl_export))
+    assert "(sdxl, reference numerics)" in text and "tokens_2 int32[1, 77]" in text
 
 
 def test_defaults_of_each_kind():
@@ -157,8 +193,3 @@ def test_an_unfinished_xl_folder(tmp_path):
         (tmp_path / name).mkdir()
     with pytest.raises(InputError, match=r"missing \['text_encoder_2', 'tokenizer_2'\]"):
         diffusers.check_folder(tmp_path)
-
-
-def test_the_manifest_says_what_it_is(exported):
-    text = manifest.describe(exported("sdxl").manifest)
-    assert "(sdxl, reference numerics)" in text and "tokens_2 int32[1, 77]" in text
