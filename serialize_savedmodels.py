@@ -87,6 +87,7 @@ def default_output_dir(source) -> str:
     changes = [*(lora.name for lora in source.loras), *(["embedded"] if source.embeddings else [])]
     changes += [source.vae.name] if source.vae else []
     changes += [f"clip_skip_{source.clip_skip}"] if source.clip_skip else []
+    changes += [FLAGS.prediction_type] if FLAGS.prediction_type else []
     return "exports/" + "-".join([source.name, *changes])
 
 

@@ -27,9 +27,11 @@ IGNORED = (
     rf"{re.escape(AVERAGED)}(?:decay|num_updates)",
     rf"{re.escape(VAE)}(?:loss|model_ema)\..*",
     r"(?:cond_stage_model|conditioner\.embedders\.\d)\.(?:model\.)?logit_scale",
-    r"(?:cond_stage_model|conditioner\.embedders\.0)\.transformer\.(?:text_model\.)?(?:embeddings\.position_ids)",
+    r"(?:cond_stage_model|conditioner\.embedders\.0)\.transformer\.(?:text_model\.)?embeddings\.position_ids",
     r"(?:cond_stage_model|conditioner\.embedders\.0)\.transformer\.text_projection\.weight",
 )
+_IGNORED = re.compile("|".join(IGNORED))
+
 # Layers of blocks: the original's name -> diffusers'. What is not listed does not belong there.
 _RESNET = {
     "in_layers.0": "norm1",
@@ -90,7 +92,7 @@ def read(
             tensors that are neither used nor known to carry no weights, all of them.
     """
     family, prefixes = ldm_config.find_family(tensors, where)
-    ignored = dict.fromkeys(name for name in tensors if any(re.fullmatch(pattern, name) for pattern in IGNORED))
+    ignored = dict.fromkeys(name for name in tensors if _IGNORED.fullmatch(name))
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     kept, unused = _choose_copies(kept, where, ema)
     prefixes = {**prefixes, "unet": UNET, "vae": VAE}

@@ -11,7 +11,7 @@ from models.checkpoint import Source
 from models.config import InputError, ModelConfig, TextEncoderConfig, UNetConfig, VAEConfig
 from models.diffusers import SUPPORTED
 from models.diffusers_config import LATENT_INPUTS, TIME_IDS
-from models.families import FAMILIES
+from models.families import FAMILIES, few_steps
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 HEAD_SIZE = 64  # of every network but Stable Diffusion 1.x's UNet, which has 8 heads
@@ -44,6 +44,7 @@ OTHERS = [
     (r"(?:encoder|decoder)\.(?:down|up|mid)\..*", "only a VAE"),
     (r"input_blocks\..*", "only a UNet"),
 ]
+_OTHER = re.compile("|".join(f"({pattern})" for pattern, _ in OTHERS))
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}  # as "modelspec.prediction_type" in the header says it
 
 
@@ -53,9 +54,9 @@ def find_family(names: Collection[str], where: str) -> tuple[str, dict[str, str]
     Raises:
         InputError: another kind of model, by its name, or not all parts of one.
     """
-    for pattern, what in OTHERS:
-        if any(re.fullmatch(pattern, name) for name in names):
-            raise InputError(f"{where}: holds {what}; {SUPPORTED}")
+    others = [match.lastindex for name in names if (match := _OTHER.fullmatch(name))]
+    if others:
+        raise InputError(f"{where}: holds {OTHERS[min(others) - 1][1]}; {SUPPORTED}")
 
     def holds(prefix: str) -> bool:
         return any(name.startswith(prefix) for name in names)
@@ -232,6 +233,7 @@ def with_prediction(
     zero_snr = "ztsnr" in names
     scheduler = dataclasses.replace(
         config.scheduler,
+        class_name="EulerDiscreteScheduler" if turbo else config.scheduler.class_name,
         prediction_type=chosen,
         rescale_betas_zero_snr=zero_snr,
         # Only the last timestep is pure noise; other spacings would not start there.
@@ -240,7 +242,8 @@ def with_prediction(
     if zero_snr:
         notices.append("the file is marked ztsnr: its noise schedule ends at pure noise, timesteps are trailing")
     size = 512 if config.family == "sd2" and chosen == "epsilon" else config.default_size
-    return dataclasses.replace(config, scheduler=scheduler, default_size=size), notices
+    defaults = few_steps(scheduler, config.unet) or config.defaults
+    return dataclasses.replace(config, scheduler=scheduler, default_size=size, defaults=defaults), notices
 
 
 def count(names: Collection[str], pattern: str) -> int:

@@ -132,7 +132,7 @@ def single_file_source(
     for notice in read.notices:
         print(f"notice: {notice}")
     found = _Found(
-        name=name or path.resolve().stem,
+        name=(name or path.resolve().stem) + ("-ema" if ema else ""),
         config=read.config,
         tensors=read.tensors,
         where={component: f"{path}: {component}" for component in read.tensors},

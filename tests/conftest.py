@@ -285,3 +285,28 @@ def single_file_keys(checkpoint_list):
         return {n: Tensor(s, np.dtype("float32"), None) for n, s in shapes.items() if s is not None}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def variable_shapes():
+    """Function (config) -> {component: {LAYER/VARIABLE: shape}} of a model of any size; no weights are allocated."""
+    import keras
+
+    from models import text_encoder, unet, vae
+
+    def build(config) -> dict[str, dict[str, tuple[int, ...]]]:
+        # Variables made in this scope have no values until someone asks for them.
+        with keras.StatelessScope(initialize_variables=False):
+            made = {
+                "text_encoder": [text_encoder.TextEncoder(config.text_encoder)],
+                "unet": [unet.UNet(config.unet)],
+                "vae": [vae.VAEDecoder(config.vae), vae.VAEEncoder(config.vae)],
+            }
+            if config.text_encoder_2 is not None:
+                made["text_encoder_2"] = [text_encoder.TextEncoder(config.text_encoder_2)]
+        shapes = {c: {v.path: tuple(v.shape) for part in parts for v in part.variables} for c, parts in made.items()}
+        # Nobody shall ask for them later.
+        keras.utils.clear_session(free_memory=False)
+        return shapes
+
+    return build

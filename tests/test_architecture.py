@@ -22,6 +22,8 @@ WITHOUT_TENSORFLOW = {
         "models.diffusers",
         "models.diffusers_config",
         "models.keymaps",
+        "models.ldm",
+        "models.ldm_config",
     ),
     *("pipeline.manifest", "pipeline.samplers", "pipeline.tokenizer", "pipeline.noise", "pipeline.generate"),
     *("pipeline.cli", "pipeline.publish", "pipeline.kerascv", "pipeline.serving", "pipeline.settings"),

@@ -5,11 +5,10 @@ The lists and who wrote them: tests/checkpoint_keys/write.py.
 
 import types
 
-import keras
 import numpy as np
 import pytest
 
-from models import checkpoint, keymaps, ldm, text_encoder, unet, vae
+from models import checkpoint, keymaps, ldm
 from models.families import FAMILIES
 
 # As many tensors as the published files have; fused ones of the single files count once.
@@ -40,27 +39,12 @@ def family(request):
 
 
 @pytest.fixture(scope="module")
-def variables(family):
+def variables(family, variable_shapes):
     """Component -> {LAYER.VARIABLE: its shape} of the full-size model."""
-    config = FAMILIES[family]
-    # Variables made in this scope have no values until someone asks for them.
-    with keras.StatelessScope(initialize_variables=False):
-        made = {
-            "text_encoder": [text_encoder.TextEncoder(config.text_encoder)],
-            "unet": [unet.UNet(config.unet)],
-            "vae": [vae.VAEDecoder(config.vae), vae.VAEEncoder(config.vae)],
-        }
-        if config.text_encoder_2 is not None:
-            made["text_encoder_2"] = [text_encoder.TextEncoder(config.text_encoder_2)]
-    found = {
-        component: {
-            v.path.replace("/", "."): types.SimpleNamespace(shape=tuple(v.shape)) for p in parts for v in p.variables
-        }
-        for component, parts in made.items()
+    return {
+        component: {path.replace("/", "."): types.SimpleNamespace(shape=shape) for path, shape in shapes.items()}
+        for component, shapes in variable_shapes(FAMILIES[family]).items()
     }
-    del made
-    keras.utils.clear_session(free_memory=False)
-    return found
 
 
 def assert_total(variables, config, component, source, ignored=()):
@@ -148,3 +132,28 @@ def test_averaged_copies(checkpoint_list, family, variables):
     counted = f"({COUNTS[family]['unet']} tensors)"
     assert f"model_ema.* {counted}" in without.ignored
     assert f"model.diffusion_model.* {counted}" in with_ema.ignored
+
+
+# The list, the family that its networks are, and which of them our tables name by their order.
+KERASCV = [
+    ("kerascv1", "sd1", ("text_encoder", "unet", "decoder")),
+    ("kerascv2", "sd2", ("unet", "decoder")),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "networks"), KERASCV, indirect=["family"], scope="module")
+def test_kerascv_networks(checkpoint_list, variables, name, networks):
+    """Names come from the order alone; every weight of KerasCV's networks fills one of ours, and all are filled."""
+    for network in networks:
+        component = "vae" if network == "decoder" else network
+        _, rows = checkpoint_list(name)[network]
+        weights = [types.SimpleNamespace(shape=shape_of(row[3]), dtype="float32", numpy=None) for row in rows]
+        source = checkpoint.read_kerascv(weights, component)
+        ours = {
+            n: v for n, v in variables[component].items() if component != "vae" or not n.startswith(("enc", "quant"))
+        }
+        assignments, ignored, problems = checkpoint.plan(ours, source, keymaps.KERASCV[component])
+        assert not problems and not ignored
+        assert assignments.keys() == ours.keys() and len(assignments) == len(rows)
+        # "kernel", "gamma", ... of Keras are what ours are called.
+        assert [key.rpartition(".")[2] for key in source] == [row[2] for row in rows]

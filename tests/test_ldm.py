@@ -5,6 +5,7 @@ That names go where diffusers' converter puts them is tests/test_checkpoint_keys
 
 import dataclasses
 import re
+import types
 import zlib
 
 import ml_dtypes
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import checkpoint, keymaps, ldm, text_encoder, unet, vae
+from models import checkpoint, keymaps, ldm
 from models.config import InputError
 from models.families import FAMILIES
+from pipeline import sources, tokenizer
 
 UNET = "model.diffusion_model."
 
@@ -49,15 +51,17 @@ def narrow(family):
     )
 
 
-def build(config):
-    made = {
-        "text_encoder": [text_encoder.TextEncoder(config.text_encoder)],
-        "unet": [unet.UNet(config.unet)],
-        "vae": [vae.VAEDecoder(config.vae), vae.VAEEncoder(config.vae)],
-    }
-    if config.text_encoder_2 is not None:
-        made["text_encoder_2"] = [text_encoder.TextEncoder(config.text_encoder_2)]
-    return made
+class Variable:
+    """Stands in for one of Keras' variables, which take far longer to make."""
+
+    dtype = "float32"
+
+    def __init__(self, path, shape):
+        self.path, self.shape, self.value = path, shape, None
+
+    def assign(self, array):
+        assert array.shape == self.shape and array.dtype == self.dtype
+        self.value = array.copy()
 
 
 def torch_layout(variable, values):
@@ -78,13 +82,13 @@ class Tiny:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request, checkpoint_list):
+def tiny(request, checkpoint_list, variable_shapes):
     config = narrow(request.param)
-    layers = build(config)
-    values, tensors = {}, {}
-    for component, parts in layers.items():
-        variables = [v for part in parts for v in part.variables]
-        values[component] = {v.path: random(f"{component}.{v.path}", tuple(v.shape)) for v in variables}
+    layers, values, tensors = {}, {}, {}
+    for component, shapes in variable_shapes(config).items():
+        variables = [Variable(path, shape) for path, shape in shapes.items()]
+        layers[component] = [types.SimpleNamespace(variables=variables)]
+        values[component] = {v.path: random(f"{component}.{v.path}", v.shape) for v in variables}
         tensors[component] = dict(torch_layout(v, values[component][v.path]) for v in variables)
     return Tiny(
         config, layers, values, tensors, single_file(request.param, checkpoint_list(f"{request.param}.ldm"), tensors)
@@ -126,9 +130,9 @@ def assert_loads(tiny, config, tensors, expected):
     for component, parts in tiny.layers.items():
         if component in tensors:
             checkpoint.load(parts, tensors[component], keymaps.of_component(component, config), "file")
-            variables = {v.path: v for part in parts for v in part.variables}
-            assert variables.keys() == expected[component].keys()
-            assert all(np.array_equal(variables[path], values) for path, values in expected[component].items())
+            found = {v.path: v.value for part in parts for v in part.variables}
+            assert found.keys() == expected[component].keys()
+            assert all(np.array_equal(found[path], values) for path, values in expected[component].items())
 
 
 def test_both_layouts_fill_the_same_weights(tiny, tmp_path):
@@ -248,3 +252,48 @@ def test_an_autoencoder_alone(tiny):
         assert_loads(tiny, tiny.config, {"vae": found}, tiny.values)
     with pytest.raises(InputError, match="file: 1 tensors that are not a VAE's: x"):
         ldm.read_vae(source(bare | {"x": np.zeros(())}), "file")
+
+
+PADDING = {"sd1": [49407], "sd2": [0], "sdxl": [49407, 0]}
+
+
+def test_a_source_of_an_export(tiny, tmp_path, capsys):
+    """Named by its file; CLIP's vocabulary, padded as each text encoder was trained; what is left out is printed."""
+    path = tmp_path / "model.safetensors"
+    extra = {"model_ema.decay": np.zeros((), "float32")}
+    save_file({name: np.ascontiguousarray(a) for name, a in (tiny.arrays | extra).items()}, path)
+    source = sources.single_file_source(path, prediction_type="v_prediction")
+    assert source.name == "model" and source.config.scheduler.prediction_type == "v_prediction"
+    pairs = zip(source.tokenizers.values(), source.config.text_encoders, strict=True)
+    loaded = [tokenizer.load(folder, encoder.pad_token or tokenizer.EOS) for folder, encoder in pairs]
+    assert [t.pad for t in loaded] == PADDING[source.config.family]
+    assert loaded[0].encode("test tokenization").ids[:5].tolist() == [49406, 1628, 32634, 10847, 49407]
+    printed = capsys.readouterr().out
+    assert "ignored: " in printed and "model_ema.decay" in printed
+    assert ("notice: --prediction_type v_prediction is used" in printed) is (source.config.family != "sd2")
+    for component, parts in tiny.layers.items():
+        source.fill(component, parts)
+        found = {v.path: v.value for part in parts for v in part.variables}
+        assert all(np.array_equal(found[name], values) for name, values in tiny.values[component].items())
+
+
+def test_an_export_of_averaged_copies_has_a_name_of_its_own(tiny, tmp_path, capsys):
+    plain = {name: array for name, array in tiny.arrays.items() if name.startswith(UNET)}
+    copies = {f"model_ema.diffusion_model{n.removeprefix(UNET).replace('.', '')}": a + 1 for n, a in plain.items()}
+    path = tmp_path / "model.safetensors"
+    save_file({name: np.ascontiguousarray(a) for name, a in (tiny.arrays | copies).items()}, path)
+    assert sources.single_file_source(path, ema=True).name == "model-ema"
+    assert f"{UNET}* ({len(plain)} tensors)" in capsys.readouterr().out
+    assert sources.single_file_source(path).name == "model"
+    assert f"model_ema.* ({len(plain)} tensors)" in capsys.readouterr().out
+
+
+def test_messages_name_the_file_and_its_part(tiny, tmp_path):
+    path = tmp_path / "model.safetensors"
+    name = f"{UNET}time_embed.0.bias"
+    save_file({n: np.ascontiguousarray(a[:5] if n == name else a) for n, a in tiny.arrays.items()}, path)
+    wrong = (
+        r"model\.safetensors: unet: 1 wrong shape: time_embedding\.linear_1\.bias is float32 \[5\], expected .*\[128\]"
+    )
+    with pytest.raises(InputError, match=wrong):
+        sources.single_file_source(path).fill("unet", tiny.layers["unet"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import checkpoint, ldm
-from models.config import InputError
+from models.config import Defaults, InputError
 from models.families import FAMILIES
 
 UNET = "model.diffusion_model."
@@ -144,4 +144,5 @@ def test_sd_turbo(single_file_keys):
     read = ldm.read(turbo, "file")
     assert read.config.text_encoder == FAMILIES["sd2"].text_encoder and read.config.default_size == 512
     assert (read.config.scheduler.prediction_type, read.config.scheduler.timestep_spacing) == ("epsilon", "trailing")
+    assert read.config.defaults == Defaults(sampler="euler", num_steps=4, guidance_scale=0.0)
     assert read.notices[0].endswith("epsilon is assumed; if pictures are noise, add --prediction_type v_prediction")
