@@ -294,6 +294,7 @@ def variable_shapes():
 
     from models import text_encoder, unet, vae
 
+    @functools.cache
     def build(config) -> dict[str, dict[str, tuple[int, ...]]]:
         # Variables made in this scope have no values until someone asks for them.
         with keras.StatelessScope(initialize_variables=False):

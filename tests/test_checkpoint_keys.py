@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from models import checkpoint, keymaps, ldm
+from models import checkpoint, kerascv_h5, keymaps, ldm
 from models.families import FAMILIES
 
 # As many tensors as the published files have; fused ones of the single files count once.
@@ -134,26 +134,27 @@ def test_averaged_copies(checkpoint_list, family, variables):
     assert f"model.diffusion_model.* {counted}" in with_ema.ignored
 
 
-# The list, the family that its networks are, and which of them our tables name by their order.
-KERASCV = [
-    ("kerascv1", "sd1", ("text_encoder", "unet", "decoder")),
-    ("kerascv2", "sd2", ("unet", "decoder")),
-]
+# Network in KerasCV's lists -> component, and how the names of its half of the autoencoder start.
+KERASCV = {
+    "text_encoder": ("text_encoder", ""),
+    "unet": ("unet", ""),
+    "decoder": ("vae", ("decoder.", "post_quant")),
+    "image_encoder": ("vae_encoder", ("encoder.", "quant")),
+}
 
 
-@pytest.mark.parametrize(("name", "family", "networks"), KERASCV, indirect=["family"], scope="module")
-def test_kerascv_networks(checkpoint_list, variables, name, networks):
-    """Names come from the order alone; every weight of KerasCV's networks fills one of ours, and all are filled."""
-    for network in networks:
-        component = "vae" if network == "decoder" else network
-        _, rows = checkpoint_list(name)[network]
-        weights = [types.SimpleNamespace(shape=shape_of(row[3]), dtype="float32", numpy=None) for row in rows]
-        source = checkpoint.read_kerascv(weights, component)
-        ours = {
-            n: v for n, v in variables[component].items() if component != "vae" or not n.startswith(("enc", "quant"))
-        }
-        assignments, ignored, problems = checkpoint.plan(ours, source, keymaps.KERASCV[component])
-        assert not problems and not ignored
-        assert assignments.keys() == ours.keys() and len(assignments) == len(rows)
-        # "kernel", "gamma", ... of Keras are what ours are called.
-        assert [key.rpartition(".")[2] for key in source] == [row[2] for row in rows]
+@pytest.mark.parametrize(("name", "family"), [("kerascv1", "sd1"), ("kerascv2", "sd2")], indirect=["family"])
+@pytest.mark.parametrize("network", KERASCV)
+def test_kerascv_networks(checkpoint_list, variables, name, family, network):
+    """Recognised by number and shapes; every weight fills one variable of ours, and all are filled."""
+    (component, start), (_, rows) = KERASCV[network], checkpoint_list(name)[network]
+    weights = [
+        kerascv_h5.Weight(f"{layer}_{number}/{kind}:0", tensor(shape_of(shape))) for number, layer, kind, shape in rows
+    ]
+    found, families = kerascv_h5.identify(weights)
+    assert found == component and family in families
+    source = kerascv_h5.named(weights, component, family, name)
+    ours = {n: v for n, v in variables["vae" if start else component].items() if n.startswith(start)}
+    assignments, ignored, problems = checkpoint.plan(ours, source, keymaps.KERASCV[component])
+    assert not problems and not ignored
+    assert assignments.keys() == ours.keys() and len(assignments) == len(rows)
