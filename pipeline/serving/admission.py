@@ -66,25 +66,26 @@ class Admission:
                 self.abandoned += 1
                 raise
             self.queued -= 1
-            self.running += 1
             waiting = False
             start = loop.time()
             future = loop.run_in_executor(self._threads, work, None if deadline is None else deadline - start)
+            self.running += 1
+            future.add_done_callback(lambda done: self._finish(done, loop.time() - start))
             try:
                 return await asyncio.shield(future)
-            finally:
-                # The device is busy until the thread is done, whatever became of the one who asked.
-                while not future.done():
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.wait([future])
-                if not future.cancelled():
-                    future.exception()
-                self.running -= 1
-                self._turns.release()
-                self._seconds += (0.2 if self._seconds else 1.0) * (loop.time() - start - self._seconds)
+            except asyncio.CancelledError:
+                # The device is busy, and the model in use, until the thread is done, whatever became of the client.
+                await asyncio.wait([future])
+                raise
 
         try:
             yield run
         finally:
             if waiting:
                 self.queued -= 1
+
+    def _finish(self, future: asyncio.Future, seconds: float) -> None:
+        future.exception()  # whoever asked may be gone, and then nobody else looks at it
+        self.running -= 1
+        self._turns.release()
+        self._seconds += (0.2 if self._seconds else 1.0) * (seconds - self._seconds)

@@ -54,9 +54,7 @@ def _parse(path: Path, message):
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path}: not a {type(message).DESCRIPTOR.name} in protobuf's text format ({error})"
-        ) from error
+        raise InputError(f"{path}: Error parsing text-format {message.DESCRIPTOR.full_name}: {error}") from error
 
 
 def _monitoring_message():

@@ -70,9 +70,9 @@ def make_runner(core: Core, timeout: float, monitoring_path: str | None, cors: b
 
     app = web.Application(client_max_size=core.most_bytes)
     app.router.add_route("*", "/{path:.*}", handle)
-    return web.AppRunner(
-        app, access_log=None, handle_signals=False, handler_cancellation=True, keepalive_timeout=IDLE_SECONDS
-    )
+    # A handler whose client leaves is cancelled, and so leaves the queue.
+    options = {"access_log": None, "handler_cancellation": True, "shutdown_timeout": 1.0}
+    return web.AppRunner(app, handle_signals=False, keepalive_timeout=IDLE_SECONDS, **options)
 
 
 class BodyTooLarge(ServingError):

@@ -145,6 +145,8 @@ async def serve(options, export: Path | None, stop: asyncio.Event) -> Core:
         runner = rest.make_runner(
             core, options.rest_api_timeout_in_ms / 1000, monitoring, options.rest_api_enable_cors_support
         )
+        stack.push_async_callback(runner.cleanup)
+        stack.push_async_callback(server.stop, 0.5)
         await _listen(options, server, runner)
         core.ready = True
         await grpc_server.set_health(checks, True)
@@ -154,7 +156,7 @@ async def serve(options, export: Path | None, stop: asyncio.Event) -> Core:
             flush=True,
         )
         await stop.wait()
-        await _drain(core, server, checks, runner, options.grace_period)
+        await _drain(core, checks, options.grace_period)
     return core
 
 
@@ -229,12 +231,12 @@ async def _listen(options, server, runner) -> None:
     await runner.setup()
     if options.rest_api_port:
         try:
-            await rest.web.TCPSite(runner, options.host, options.rest_api_port, shutdown_timeout=1).start()
+            await rest.web.TCPSite(runner, options.host, options.rest_api_port).start()
         except OSError as error:
             raise InputError(f"--rest_api_port {options.rest_api_port}: cannot listen ({error.strerror})") from error
 
 
-async def _drain(core: Core, server, checks, runner, grace: float) -> None:
+async def _drain(core: Core, checks, grace: float) -> None:
     """Refuse what is new, finish what has begun, at most for the grace period."""
     log.info("stopping: %d request(s) in flight", core.active)
     core.ready, core.draining = False, True
@@ -244,4 +246,3 @@ async def _drain(core: Core, server, checks, runner, grace: float) -> None:
             while core.active:
                 core.idle.clear()
                 await core.idle.wait()
-    await asyncio.gather(server.stop(0.5), runner.cleanup())

@@ -58,6 +58,7 @@ def save_toy(folder: Path, added: float) -> None:
         "slow": signature(slow, n=(tf.int32, [])),
         "uneven": signature(lambda x: {"x": x, "z": tf.concat([x, x], 0)}, x=(tf.float32, row)),
         "compiled": signature(lambda x: {"y": compiled(x)}, x=(tf.float32, row)),
+        "compiled_fixed": signature(lambda x: {"y": compiled(tf.ensure_shape(x, [2]))}, x=(tf.float32, [2])),
         "classify": signature(classify, inputs=(tf.string, row)),
         "regress": signature(lambda inputs: {"outputs": parse(inputs) / 2 + module.added}, inputs=(tf.string, row)),
     }
