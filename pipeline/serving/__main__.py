@@ -29,11 +29,12 @@ def main() -> None:
         print(sys.modules["__main__"].__doc__, file=sys.stdout if command in ("--help", "-h") else sys.stderr)
         sys.exit(0 if command in ("--help", "-h") else 1)
     module = importlib.import_module(COMMANDS[command])
+    # Before the flags: --help lists those of the program of this name.
+    sys.argv[:2] = [f"pipeline.serving {command}"]
     module.define_flags()
     flags.adopt_module_key_flags(module)
     # What --help prints above the flags.
     sys.modules["__main__"].__doc__ = module.__doc__
-    sys.argv[:2] = [f"pipeline.serving {command}"]
     cli.run(module.main)
 
 
