@@ -47,7 +47,8 @@ flags.DEFINE_enum(
 flags.DEFINE_bool("allow_pickle", False, "Read .bin and .ckpt where there is nothing else; needs PyTorch.")
 flags.DEFINE_bool("compare_float32", True, "Half precision: run each part in float32 too, in its memory, to compare.")
 flags.DEFINE_bool("kerascv", False, "Export KerasCV's own Stable Diffusion 1.x weights instead of a checkpoint.")
-flags.DEFINE_bool("random_weights", False, "Full-size Stable Diffusion 1.x with seeded random weights: for timing.")
+flags.DEFINE_bool("random_weights", False, "A full-size model with seeded random weights instead: for timing.")
+flags.DEFINE_enum("family", "sd1", list(FAMILIES), "Which model --random_weights makes.")
 flags.DEFINE_integer("random_seed", 0, "Seed of --random_weights.")
 
 
@@ -129,7 +130,7 @@ def find_source(sources, locate):
     tokenizer = Path(FLAGS.checkpoint) / "tokenizer"
     if FLAGS.kerascv:
         return sources.kerascv_source(tokenizer, FLAGS.random_seed if FLAGS.random_weights else None)
-    return sources.random_source(FAMILIES["sd1"], tokenizer, FLAGS.random_seed)
+    return sources.random_source(FAMILIES[FLAGS.family], tokenizer, FLAGS.random_seed)
 
 
 if __name__ == "__main__":
