@@ -163,6 +163,18 @@ def launching(folder: Path):
         process.wait()
 
 
+@pytest.fixture(scope="session")
+def launch_in():
+    """See `launching`."""
+    return launching
+
+
+@pytest.fixture(scope="session")
+def write_launcher():
+    """See `launcher`."""
+    return launcher
+
+
 @pytest.fixture
 def launch(tmp_path):
     """See `launching`; the log is server.log."""
