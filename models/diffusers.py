@@ -42,11 +42,10 @@ def check_folder(folder: Path) -> list[str]:
     """Refuse a folder that is no diffusers checkpoint; return what it holds that is not used.
 
     Raises:
-        InputError: not a folder, a pickle or single file, another kind of model, components missing or too many.
+        InputError: not a folder, another kind of model, components missing or too many.
     """
     if folder.is_file():
-        kind = "pickle files can run code and are not read" if folder.suffix in PICKLES else "single files are not read"
-        raise InputError(f"{folder}: {kind}; expected a folder in diffusers' layout (model_index.json, unet/, ...)")
+        raise InputError(f"{folder}: is a file; expected a folder in diffusers' layout (model_index.json, unet/, ...)")
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; expected a checkpoint in diffusers' layout")
     index, path = read_index(folder), folder / "model_index.json"

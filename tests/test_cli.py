@@ -221,6 +221,7 @@ def test_flags_that_cannot_be_exported(serialize, checkpoint_folder, tmp_path, t
         ({"prompts": 0}, "--prompts 0: must be 1..1024"),
         ({"jit_compile": True, "jit_components": ["vae"]}, "--jit_components 'vae': must be of"),
         ({"checkpoint": str(checkpoint_folder / UNET)}, "holds one component of a folder in diffusers' layout"),
+        ({"ema": True}, "--ema: .* is a folder; averaged copies are taken from single files"),
         ({"output_dir": str(tmp_path / "file" / "out")}, "cannot write the export: File exists (.*file)"),
         ({"output_dir": str(tiny_export), "version": 1}, "--version 1: .* already has it"),
         ({"output_dir": str(tmp_path)}, "exists and is not an export"),
