@@ -19,7 +19,7 @@ from absl import flags
 
 from models.config import InputError, Size
 from models.families import FAMILIES, kerascv_numerics
-from pipeline import cli, generate, kerascv, manifest, noise, report, samplers, timing, tokenizer
+from pipeline import cli, generate, kerascv, load_test, manifest, noise, report, samplers, serving, timing, tokenizer
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent
@@ -54,9 +54,16 @@ def main(argv):
     }
     try:
         measure_rows(rows, result, FLAGS.json, FLAGS.price_per_hour)
+        if FLAGS.clients:
+            result["load"] = load_server(rows)
+            if FLAGS.json:
+                timing.write_json(FLAGS.json, result)
     finally:
         # Also after Ctrl-C: what was measured is not lost.
         print(report.text(result))
+        lines = load_test.overhead(result["rows"])
+        lines += load_test.text(result["load"], rows[0]["images"]) if "load" in result else []
+        print("\n".join(lines))
     if FLAGS.plot and any("stages" in row for row in result["rows"]):
         report.plot(result, FLAGS.plot)
     return int(any("error" in row for row in result["rows"]))
@@ -71,6 +78,8 @@ def check_flags() -> None:
     if not FLAGS.jit_components or not set(FLAGS.jit_components) <= set(JIT_COMPONENTS):
         found = ",".join(FLAGS.jit_components)
         raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
+    if FLAGS.clients and not FLAGS.server:
+        raise InputError("--clients needs a server to ask: --server grpc://HOST:8500")
     if FLAGS.random_weights and not FLAGS.kerascv:
         raise InputError("--random_weights is for --kerascv only; an export's weights are fixed")
     for name, wanted in (("keras_cv", FLAGS.kerascv), ("matplotlib", FLAGS.plot)):
@@ -88,17 +97,44 @@ def plan() -> list[dict]:
     workloads = [export_workload(contract) for contract in [manifest.read(name) for name in FLAGS.models]]
     if FLAGS.kerascv:
         workloads.append(kerascv_workload(workloads[0] if workloads else None))
+    if FLAGS.server:
+        workloads = [each for workload in workloads for each in with_server(workload)]
     common = {name: FLAGS[name].value for name in ("prompt", "seed", "warmup", "repeats", "tf32")}
     return [
         {"name": f"{workload['of']} {'XLA' if jit else 'plain'}", "jit_compile": jit, **workload, **common}
         for workload in workloads
         for jit in modes
+        # A server runs compiled what the export has compiled.
+        if not (jit and workload.get("server") and not workload["twins"])
     ]
+
+
+def with_server(workload: dict) -> list[dict]:
+    """An export's workload here, where its SavedModels are here, and over --server."""
+    if workload["kind"] != "export":
+        return [workload]
+    contract = manifest.read(workload["export"]["folder"])
+    scheme = FLAGS.server.partition(":")[0]
+    there = {
+        **workload,
+        "of": f"{workload['of']} over {scheme}",
+        "call_path": f"encode, denoise and decode of pipeline.serving.remote over {scheme}, the whole loop in one call",
+        "server": FLAGS.server,
+    }
+    if not is_here(contract):
+        log.warning("%s: no SavedModels here: only the server is measured", contract.folder)
+        return [there]
+    return [workload, there]
+
+
+def is_here(contract: manifest.Manifest) -> bool:
+    """Whether the SavedModels lie beside the manifest; a client of a server needs none."""
+    return any(contract.path(part).exists() for part in contract.signatures)
 
 
 def export_workload(contract: manifest.Manifest) -> dict:
     """What one export will be asked for. Checks its files once, so that loading is timed without it."""
-    manifest.verify(contract)
+    manifest.verify(contract, "" if is_here(contract) or not FLAGS.server else "tokenizer/")
     # Settings need the contract only; the functions are the worker's.
     functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
     chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
@@ -121,6 +157,7 @@ def export_workload(contract: manifest.Manifest) -> dict:
         "kind": "export",
         "call_path": CALL_PATHS["export"],
         "jit_components": FLAGS.jit_components,
+        "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
         "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
@@ -192,16 +229,31 @@ def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hou
             timing.write_json(json, result)
 
 
+def load_server(rows: list[dict]) -> dict:
+    """Many clients at once, drawing what the first row over the server draws."""
+    row = next(row for row in rows if row.get("server"))
+    print(f"load: {FLAGS.clients} client(s) for {FLAGS.duration:g} s", file=sys.stderr)
+
+    def connect():
+        draw = load_export(row)
+        return lambda: draw(lambda stage: None)
+
+    return load_test.run(connect, FLAGS.clients, FLAGS.duration)
+
+
 # === In the worker ===
 
 
 def load_export(row: dict):
-    """An export as a function to be timed."""
-    from pipeline import load
-
+    """An export, here or on a server, as a function to be timed."""
     jit = {"jit_compile": row["jit_compile"], "jit_components": tuple(row["jit_components"])}
     size = {"width": row["width"], "height": row["height"]}
     export = row["export"]
+    if row.get("server"):
+        contract = manifest.read(export["folder"], export["version"])
+        return picture(serving.remote(row["server"], contract, **jit, **size), row)
+    from pipeline import load
+
     return picture(load.local(export["folder"], **jit, version=export["version"], verify=False, **size), row)
 
 
@@ -243,6 +295,9 @@ if __name__ == "__main__":
     flags.DEFINE_integer("repeats", 5, "Calls that are counted, per row and round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 1, "Times through all rows, every other one backwards; pooled.", lower_bound=1)
     flags.DEFINE_bool("tf32", False, "NVIDIA cards may round float32 factors to 10 bits of mantissa, in every row.")
+    flags.DEFINE_string("server", None, "Time the exports over this server too: grpc://HOST:8500 or http://HOST:8501.")
+    flags.DEFINE_integer("clients", None, "Then let so many clients draw over --server at once.", lower_bound=1)
+    flags.DEFINE_float("duration", 60.0, "Seconds for which they do.", lower_bound=0.001)
     flags.DEFINE_string("json", None, "Write everything measured, and on what, to this file; kept after every row.")
     flags.DEFINE_string("plot", None, "Write a bar chart per stage to this PNG file; needs matplotlib.")
     flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)

@@ -84,14 +84,14 @@ def generate(
             *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
             *([scales[row] for row in rows], picture, _shown(functions, rows, preview), preview_every),
         )
-        return dict(zip(rows, decode(functions, latent), strict=True))
+        made = dict(zip(rows, decode(functions, latent), strict=True))
+        if finished is not None:
+            finished(made)
+        return made
 
     drawn: Pictures = {}
     for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
-        made = draw(rows)
-        if finished is not None:
-            finished(made)
-        drawn |= made
+        drawn |= draw(rows)
     return np.stack([drawn[row] for row in range(total)])
 
 

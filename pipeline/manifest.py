@@ -230,6 +230,13 @@ def function_names(manifest: Manifest) -> tuple[str, ...]:
     return (*CHAIN, *(name for name, part in OPTIONAL.items() if part in manifest.signatures))
 
 
+def has_twins(manifest: Manifest, jit_components: tuple[str, ...]) -> bool:
+    """Whether the export has all functions of these components compiled, for the first of its sizes."""
+    names = [name for component in jit_components for name in JIT_COMPONENTS[component]]
+    found = [chain_signature(manifest.spec, name, manifest.spec.size) for name in names]
+    return all(f"{part}/{signature}_xla" in manifest.xla_signatures for part, signature in found)
+
+
 def check_chain(manifest: Manifest) -> None:
     """Refuse an export whose parts do not fit: outputs of `encode` feed `denoise`, its `latent` feeds `decode`.
 

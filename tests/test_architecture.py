@@ -31,6 +31,14 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.serving.admission", "pipeline.serving.metrics"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
     *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
+    *(
+        "pipeline.arrays",
+        "pipeline.draw",
+        "pipeline.load_test",
+        "pipeline.serving.client",
+        "pipeline.serving.rest_client",
+    ),
+    *("pipeline.serving.status", "pipeline.serving.check", "pipeline.serving.files"),
     *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"),
     *("pipeline.precision", "models.kerascv_h5"),
 }

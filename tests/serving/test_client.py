@@ -346,6 +346,11 @@ def copied(tiny_export, tmp_path):
     return tmp_path / "copy"
 
 
+def pixels(path):
+    with Image.open(path) as picture:
+        return np.asarray(picture)
+
+
 @pytest.fixture
 def no_tensorflow(tmp_path, monkeypatch):
     (tmp_path / "path").mkdir()
@@ -361,7 +366,7 @@ def test_the_command_over_rest_needs_no_tensorflow(run_command, server, copied, 
     assert run.stdout.splitlines() == [str(tmp_path / "out" / "00000-3.png")]
     previews = sorted(path.name for path in (tmp_path / "out" / "previews").iterdir())
     assert previews == ["3-0002.png", "3-0004.png"]
-    last, made = (np.asarray(Image.open(tmp_path / "out" / n)) for n in ("previews/3-0004.png", "00000-3.png"))
+    last, made = pixels(tmp_path / "out" / "previews" / "3-0004.png"), pixels(tmp_path / "out" / "00000-3.png")
     [expected] = generate.generate(load.local(tiny_export), "a red apple", seed=3, num_images=1, num_steps=5)
     np.testing.assert_array_equal(made, expected)
     assert last.shape == made.shape and not np.array_equal(last, made)
@@ -377,4 +382,6 @@ def test_interrupting_keeps_what_is_finished(server, copied, tmp_path, no_tensor
     assert process.returncode == 130 and "Traceback" not in errors
     paths = [first, *rest.splitlines(keepends=True)]
     assert errors.splitlines()[-1] == f"interrupted: {len(paths)} of 4000 pictures are finished"
-    assert all(Image.open(path.strip()).size == (14, 18) for path in paths)
+    for path in paths:
+        with Image.open(path.strip()) as picture:
+            assert picture.size == (14, 18)
