@@ -40,8 +40,11 @@ OTHERS = [
     (rf"{re.escape(UNET)}.*\.fuser\..*", "a GLIGEN model"),
     (r"lora_(?:unet|te\d?)_.*|.*\.lora_(?:A|B|up|down)\..*", "a LoRA, which goes into --lora"),
     (r"emb_params|string_to_param.*|clip_[lg]", "a textual inversion, which goes into --embedding"),
-    (r"(?:down_blocks|encoder\.down_blocks|text_model\.encoder)\..*", "one component of a folder in diffusers' layout"),
-    (r"(?:encoder|decoder)\.(?:down|up|mid)\..*", "only a VAE"),
+    (
+        r"(?:down_blocks|encoder\.down_blocks|text_model\.encoder)\..*",
+        "one component of a folder in diffusers' layout, which --checkpoint takes as a whole",
+    ),
+    (r"(?:encoder|decoder)\.(?:down|up|mid)\..*", "only a VAE, which goes into --vae"),
     (r"input_blocks\..*", "only a UNet"),
 ]
 _OTHER = re.compile("|".join(f"({pattern})" for pattern, _ in OTHERS))

@@ -71,10 +71,16 @@ def test_files_with_some_of_the_parts(single_file_keys, prefix, part):
 STRANGERS = [
     ("x", "found none of them; missing: text encoder, UNet, VAE"),
     ("input_blocks.0.0.weight", "holds only a UNet;"),
-    ("encoder.down.0.block.0.conv1.weight", "holds only a VAE;"),
-    ("decoder.mid.block_1.conv1.weight", "holds only a VAE;"),
-    ("down_blocks.0.resnets.0.conv1.weight", "holds one component of a folder in diffusers' layout;"),
-    ("text_model.encoder.layers.0.mlp.fc1.weight", "holds one component of a folder in diffusers' layout;"),
+    ("encoder.down.0.block.0.conv1.weight", "holds only a VAE, which goes into --vae;"),
+    ("decoder.mid.block_1.conv1.weight", "holds only a VAE, which goes into --vae;"),
+    (
+        "down_blocks.0.resnets.0.conv1.weight",
+        "holds one component of a folder in diffusers' layout, which --checkpoint takes as a whole;",
+    ),
+    (
+        "text_model.encoder.layers.0.mlp.fc1.weight",
+        "holds one component of a folder in diffusers' layout, which --checkpoint takes as a whole;",
+    ),
     ("lora_unet_down_blocks_0.lora_up.weight", "holds a LoRA, which goes into --lora;"),
     ("unet.down_blocks.0.lora_A.weight", "holds a LoRA, which goes into --lora;"),
     ("emb_params", "holds a textual inversion, which goes into --embedding;"),
