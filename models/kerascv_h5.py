@@ -81,10 +81,12 @@ def _attribute(group: h5py.Group, name: str) -> list[str]:
 
 
 def _tensor(file: h5py.File, name: str, path: Path) -> Tensor:
-    link = file.get(name, getlink=True) if name in file else None
-    dataset = file[name] if isinstance(link, h5py.HardLink) else None
+    try:
+        dataset = file[name]
+    except KeyError:
+        dataset = None
     # Data elsewhere than in this file is none of its weights.
-    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+    if not isinstance(dataset, h5py.Dataset) or dataset.file != file or dataset.is_virtual or dataset.external:
         raise InputError(f"{path}: names the weight {name!r}, which it does not hold; it may be truncated")
 
     def read() -> np.ndarray:

@@ -14,7 +14,7 @@ import pytest
 from keras import ops
 from keras.src.legacy.saving import legacy_h5_format
 
-from models import checkpoint, endpoints, keymaps, loop
+from models import checkpoint, endpoints, kerascv_h5, keymaps, loop
 from models.config import ExportSpec, InputError
 from models.families import FAMILIES, kerascv_numerics
 from models.text_encoder import TextEncoder
@@ -110,8 +110,10 @@ def test_decoder_is_kerascv_s_and_reads_its_file(quick_build, monkeypatch, tmp_p
     monkeypatch.setattr(keras.utils, "get_file", get_file)
     theirs = kerascv.build("vae", None, 64, 64)
     assert fetched == ["kcv_decoder.h5"]
-    for before, after in zip(drawn.weights, theirs.weights, strict=True):
-        assert (before.numpy() == after.numpy()).all()
+    weights = kerascv_h5.read_h5(tmp_path / "kcv_decoder.h5")
+    assert kerascv_h5.identify(weights) == ("vae", ("sd1", "sd2"))
+    for before, after, read in zip(drawn.weights, theirs.weights, weights, strict=True):
+        assert (before.numpy() == after.numpy()).all() and (read.tensor.read() == after.numpy()).all()
     latent = image_noise(1, 8, 8, 4)
     expected = theirs(latent)
 
