@@ -149,7 +149,7 @@ def _unreachable(option: str, cache_dir: Path, error: Exception, files: Collecti
     revision = f" --revision {revision}" if revision else ""
     return InputError(
         f"{option}: no such file or folder here, {lacking} in the Hub's cache ({cache_dir}), and {reason}; {way}, or "
-        f"where there is one run `hf download {name}{revision} --local-dir FOLDER` and give --checkpoint FOLDER"
+        f"where there is one run `hf download {name}{revision} --local-dir FOLDER` and give FOLDER instead"
     )
 
 

@@ -244,7 +244,7 @@ def test_offline(serve, checkpoint, monkeypatch, tmp_path):
         assert str(error.value) == (
             f"org/tiny@v1: no such file or folder here, it is not in the Hub's cache ({cache}), and HF_HUB_OFFLINE "
             "forbids to ask the Hub; unset HF_HUB_OFFLINE, or where there is one run `hf download org/tiny --revision "
-            "v1 --local-dir FOLDER` and give --checkpoint FOLDER"
+            "v1 --local-dir FOLDER` and give FOLDER instead"
         )
     folder = checkpoint("org/tiny@v1")
     with offline(monkeypatch):
@@ -261,7 +261,7 @@ def test_offline(serve, checkpoint, monkeypatch, tmp_path):
 
 def test_no_way_to_the_hub(serve, tmp_path):
     options = {"endpoint": "http://127.0.0.1:9", "cache_dir": tmp_path}
-    with pytest.raises(InputError, match=r"not in the Hub's cache .*cannot be asked \(.*refused.*--checkpoint FOLDER$"):
+    with pytest.raises(InputError, match=r"not in the Hub's cache .*cannot be asked \(.*refused.*FOLDER instead$"):
         hub.find("org/tiny", **options)
 
 
