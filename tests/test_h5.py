@@ -18,7 +18,7 @@ from models.families import FAMILIES, kerascv_numerics
 from models.text_encoder import ACTIVATIONS, TextEncoder
 from models.unet import UNet
 from models.vae import VAEDecoder, VAEEncoder
-from pipeline import sources
+from pipeline import kerascv, sources
 
 needs_kerascv = pytest.mark.skipif(
     importlib.util.find_spec("keras_cv") is None,
@@ -171,6 +171,33 @@ def test_what_kerascv_s_layers_write_is_what_we_read(tmp_path):
     assert all((w.tensor.read() == v.numpy()).all() for w, v in zip(weights, theirs.weights, strict=True))
     tokens = random.integers(50, size=(2, 77)).astype("int32")
     np.testing.assert_allclose(ours(tokens)[0], run(tokens), rtol=0, atol=2e-5)
+
+
+@needs_kerascv
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras writing h5
+def test_the_encoder_is_kerascv_s(tmp_path, monkeypatch):
+    """At its real size: its file fills ours, and the mean is what its network gives."""
+    from keras_cv.src.models.stable_diffusion.image_encoder import ImageEncoder
+
+    for name in ("VarianceScaling", "RandomUniform"):
+        zeros = lambda self, shape, dtype=None, **_: ops.zeros(shape, dtype or "float32")  # noqa: E731
+        monkeypatch.setattr(getattr(keras.initializers, name), "__call__", zeros)
+    theirs = ImageEncoder(download_weights=False)
+    for index, variable in enumerate(theirs.weights):
+        kind = variable.path.rpartition("/")[2]
+        variable.assign(kerascv.random_weight(0, "vae", index, kind, tuple(variable.shape)))
+    path = tmp_path / "vae_encoder.h5"
+    with h5py.File(path, "w") as file:
+        legacy_h5_format.save_weights_to_hdf5_group(file, theirs)
+    config = kerascv_numerics(FAMILIES["sd1"]).vae
+    ours = VAEEncoder(config)
+    weights = kerascv_h5.read_h5(path)
+    assert kerascv_h5.identify(weights) == ("vae_encoder", ("sd1", "sd2"))
+    tensors = kerascv_h5.named(weights, "vae_encoder", "sd1", "here")
+    assert checkpoint.load([ours], tensors, keymaps.KERASCV["vae_encoder"], "here") == []
+    image = np.random.default_rng(0).uniform(-1, 1, (1, 64, 64, 3)).astype("float32")
+    mean, _ = ours(ops.convert_to_tensor(image))
+    np.testing.assert_allclose(mean * config.scaling_factor, theirs(image), rtol=0, atol=1e-5)
 
 
 def test_gelu_of_both_numerics():
