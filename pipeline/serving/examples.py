@@ -68,7 +68,7 @@ async def _run(core: Core, spec, data: input_pb2.Input, answer, deadline: float 
         if not aliases:
             raise ServingError(status.INVALID_ARGUMENT, f"signature {name} has none of the outputs {OUTPUTS[answer]}")
         feeds = {signature.inputs[INPUT].name: np.array(rows, object)}
-        return Call(name, lambda: feeds, aliases, [signature.outputs[alias].name for alias in aliases])
+        return Call(name, 0, lambda: feeds, aliases, [signature.outputs[alias].name for alias in aliases])
 
     call, fetched, number = await core.run(spec.name, *predict.version_of(spec), prepare, deadline)
     for alias, array in zip(call.aliases, fetched, strict=True):

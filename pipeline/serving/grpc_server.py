@@ -39,7 +39,8 @@ class PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
         """Run a signature on tensors."""
         async with _answer(self._core, context, request.model_spec.name, "Predict"):
             arrays, name, number = await predict.predict(self._core, request, _deadline(context))
-            return await asyncio.to_thread(self._response, request, arrays, name, number)
+            size = sum(array.nbytes for array in arrays.values())
+            return await predict.convert(size, self._response, request, arrays, name, number)
 
     def _response(self, request, arrays, name, number):
         response = predict_pb2.PredictResponse()

@@ -157,6 +157,10 @@ class Models:
         """Everything that can answer."""
         return [v for g in self._groups for n in g.available() for v in g.versions[n].values()]
 
+    def loading(self) -> int:
+        """How many versions are being loaded."""
+        return sum(v.state == LOADING for g in self._groups for parts in g.versions.values() for v in parts.values())
+
     def _is_available(self, name: str, number: int) -> bool:
         return any(v.number == number and v.state == AVAILABLE for v in self.list_versions(name))
 

@@ -16,6 +16,8 @@ from pipeline.serving.models import Models
 from pipeline.serving.status import ServingError
 
 DEFAULT_SIGNATURE = "serving_default"
+QUICK_BYTES = 1 << 18  # of tensors; a fraction of a millisecond
+JSON_FACTOR = 8  # a byte of JSON takes about as long as so many of a tensor
 
 
 @dataclasses.dataclass
@@ -29,6 +31,7 @@ class Core:
     tensor_content: bool = False  # answer gRPC with raw bytes instead of typed fields
     ready: bool = False  # every model has answered; and the server is not about to stop
     draining: bool = False
+    receiving: int = 0  # bytes of REST bodies on their way
     active: int = 0  # requests being worked on, of either kind
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -83,7 +86,7 @@ class Core:
         with version.lease() as servable:
             call = prepare(servable.signatures)
             with self.admission.place() as run:
-                feeds = await asyncio.to_thread(call.feeds)
+                feeds = await convert(call.size, call.feeds)
                 fetched = await run(lambda seconds: servable.run(feeds, call.fetches, seconds), deadline)
         return call, fetched, version.number
 
@@ -93,9 +96,15 @@ class Call:
     """A signature to run: `feeds`, called in a thread, decodes the inputs to {tensor name: array}."""
 
     signature_name: str
+    size: int  # bytes to decode, or what takes as long
     feeds: Callable[[], dict[str, np.ndarray]]
     aliases: list[str]  # of the outputs
     fetches: list[str]  # their tensors
+
+
+async def convert(size: int, function: Callable, *arguments):
+    """Call a function that encodes or decodes `size` bytes: here when that is quick, else beside the event loop."""
+    return function(*arguments) if size < QUICK_BYTES else await asyncio.to_thread(function, *arguments)
 
 
 def find_signature(signatures: dict, name: str, code: int = status.FAILED_PRECONDITION):
@@ -162,7 +171,7 @@ async def predict(core: Core, request, deadline: float | None):
             arrays = {key: tensors.to_array(proto, key, core.most_bytes) for key, proto in request.inputs.items()}
             return with_defaults(signature, arrays)
 
-        return Call(name, feeds, aliases, [signature.outputs[alias].name for alias in aliases])
+        return Call(name, request.ByteSize(), feeds, aliases, [signature.outputs[alias].name for alias in aliases])
 
     call, fetched, number = await core.run(spec.name, *version_of(spec), prepare, deadline)
     return dict(zip(call.aliases, fetched, strict=True)), call.signature_name, number

@@ -30,6 +30,7 @@ CORS = {
     "Access-Control-Allow-Methods": "POST, GET",
     "Access-Control-Allow-Headers": "Content-Type",
 }
+BODIES = 16  # of the largest size that may arrive at once
 IDLE_SECONDS = 20  # a connection that sends no whole request head for this long is closed
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ async def _answer(core: Core, request: web.Request, path: str, timeout: float, c
         deadline = asyncio.get_running_loop().time() + timeout
         core.models.find(spec.name, *predict.version_of(spec))
         core.admission.check()  # before the body takes memory
-        body = await _read(request, deadline, core.most_bytes)
+        body = await _read(core, request, deadline)
         try:
             if entrypoint == "predict":
                 return await _predict(core, spec, body, deadline)
@@ -121,10 +122,15 @@ def _model_spec(found: re.Match) -> model_pb2.ModelSpec:
     return spec
 
 
-async def _read(request: web.Request, deadline: float, most: int) -> bytes:
+async def _read(core: Core, request: web.Request, deadline: float) -> bytes:
     """The whole body. Raises ServingError when it is too large, too slow or not what its head says."""
+    most = core.most_bytes
     if (request.content_length or 0) > most:
         raise BodyTooLarge(status.INVALID_ARGUMENT, f"the body is over {most} bytes")
+    share = most if request.content_length is None else request.content_length
+    if core.receiving + share > BODIES * most:
+        raise ServingError(status.RESOURCE_EXHAUSTED, "too many large bodies arrive at once", retry_after=1)
+    core.receiving += share
     try:
         async with asyncio.timeout_at(deadline):
             return await request.read()
@@ -134,10 +140,13 @@ async def _read(request: web.Request, deadline: float, most: int) -> bytes:
         raise ServingError(status.DEADLINE_EXCEEDED, "the body did not arrive in time") from None
     except web.RequestPayloadError as error:
         raise ServingError(status.INVALID_ARGUMENT, f"the body cannot be read: {error}") from None
+    finally:
+        core.receiving -= share
 
 
 async def _predict(core: Core, spec: model_pb2.ModelSpec, body: bytes, deadline: float) -> bytes:
-    document = await asyncio.to_thread(json_tensors.parse, body)
+    size = predict.JSON_FACTOR * len(body)
+    document = await predict.convert(size, json_tensors.parse, body)
     name = json_tensors.signature_name(document)
     kind = ""
 
@@ -153,15 +162,16 @@ async def _predict(core: Core, spec: model_pb2.ModelSpec, body: bytes, deadline:
             return predict.with_defaults(signature, json_tensors.read_inputs(document, signature.inputs))
 
         aliases = sorted(signature.outputs)
-        return Call(effective, feeds, aliases, [signature.outputs[alias].name for alias in aliases])
+        return Call(effective, size, feeds, aliases, [signature.outputs[alias].name for alias in aliases])
 
     call, fetched, _ = await core.run(spec.name, *predict.version_of(spec), prepare, deadline)
     arrays = dict(zip(call.aliases, fetched, strict=True))
-    return await asyncio.to_thread(json_tensors.write_outputs, arrays, kind)
+    size = predict.JSON_FACTOR * sum(array.nbytes for array in arrays.values())
+    return await predict.convert(size, json_tensors.write_outputs, arrays, kind)
 
 
 async def _run_examples(core: Core, spec: model_pb2.ModelSpec, body: bytes, entrypoint: str, deadline: float) -> bytes:
-    document = await asyncio.to_thread(json_tensors.parse, body)
+    document = await predict.convert(predict.JSON_FACTOR * len(body), json_tensors.parse, body)
     spec.signature_name = json_tensors.signature_name(document)
     kinds = {
         "classify": (classification_pb2.ClassificationRequest, examples.classify),

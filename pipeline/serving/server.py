@@ -6,6 +6,8 @@ import importlib.metadata
 import logging
 import os
 import signal
+import socket
+import sys
 from pathlib import Path
 
 import tensorflow as tf
@@ -40,9 +42,10 @@ def run(options, export: Path | None) -> int:
     if not (options.xla or options.xla_cpu_compilation_enabled or options.xla_gpu_compilation_enabled):
         session.disable_xla()
     core = asyncio.run(_serve_until_signal(options, export))
-    if core.admission.running:
-        # XLA cannot be stopped and Python would wait for its thread.
-        log.warning("leaving %d run(s) behind", core.admission.running)
+    if core.admission.running or core.models.loading():
+        # Neither can be stopped, and Python would wait for their threads.
+        log.warning("leaving %d run(s) and %d load(s) behind", core.admission.running, core.models.loading())
+        sys.stdout.flush()
         os._exit(0)
     return 0
 
@@ -122,6 +125,7 @@ async def serve(options, export: Path | None, stop: asyncio.Event) -> Core:
     Args:
         options: see `pipeline.serving.serve.options`. export: None: what the options name.
     """
+    _check_ports(options)
     sources = find_sources(options, export)
     monitoring = MONITORING_PATH
     if options.monitoring_config_file:
@@ -158,6 +162,19 @@ async def serve(options, export: Path | None, stop: asyncio.Event) -> Core:
         await stop.wait()
         await _drain(core, checks, options.grace_period)
     return core
+
+
+def _check_ports(options) -> None:
+    """Loading takes a while; a port that is taken is told before."""
+    for name in ("port", "rest_api_port"):
+        port = getattr(options, name)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                attempt.bind((options.host, port))
+            except OSError as error:
+                raise InputError(f"--{name} {port}: cannot listen on {options.host} ({error.strerror})") from error
 
 
 async def _until(stop: asyncio.Event, work) -> bool:
@@ -199,7 +216,7 @@ def _reloader(models: Models, started_with: list[Source], unavailable_labels: bo
         sources = config.to_sources(message)
         for origin in sources:
             for name, path in origin.base_paths:
-                if not any(path.resolve().is_relative_to(root) for root in roots):
+                if path.resolve().parent not in roots:
                     text = f"model {name}: its base_path is outside the folders this server was started with"
                     raise ServingError(status.PERMISSION_DENIED, text)
         await models.configure(sources, unavailable_labels=unavailable_labels)

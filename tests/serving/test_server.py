@@ -1,5 +1,6 @@
 """The server under load, attack and signals. Everything on loopback, in small pieces."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -277,6 +278,12 @@ def test_bodies_of_100_mb_are_refused_early(serve, toy):
             sent += len(piece)
             assert sent < 20 << 20, "refused, if at all, long after the limit of 1 MiB"
         assert pieces.recv(100).startswith(b"HTTP/1.1 413")
+    head = f"POST {PREDICT} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 20}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(rest.BODIES):
+            stack.enter_context(socket.create_connection(("127.0.0.1", client.rest_port))).sendall(head)
+        client.wait(lambda: client.rest("POST", PREDICT, {"instances": [2.0]})[0] == 429)  # no room for more
+    client.wait(lambda: client.rest("POST", PREDICT, {"instances": [2.0]})[0] == 200)
     bomb = gzip.compress(b" " * (100 << 20), 1)
     assert len(bomb) < 1 << 20
     assert client.rest("POST", PREDICT, bomb, {"Content-Encoding": "gzip"})[0] in (400, 413)
