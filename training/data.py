@@ -17,15 +17,16 @@ from PIL import Image
 PACKAGE = "emoji-datasource-google@16.0.0"
 OBJECTS_FILE = Path(__file__).with_name("objects.csv")
 SIZE = 64
+SHEET_COLUMNS = 16
 COLOURS = {
     "white": (255, 255, 255),
     "black": (20, 20, 20),
-    "red": (220, 45, 45),
+    "red": (220, 48, 48),
     "green": (60, 170, 80),
-    "blue": (60, 105, 220),
+    "blue": (60, 110, 220),
     "yellow": (250, 220, 80),
-    "purple": (150, 85, 200),
-    "gray": (145, 145, 145),
+    "purple": (150, 90, 200),
+    "gray": (150, 150, 150),
 }
 SHIFTS = (-2, 0, 2)  # pixels, right and down
 TEMPLATES = (
@@ -56,10 +57,14 @@ def pack(folder):
     return archive
 
 
+def _rows():
+    with open(OBJECTS_FILE, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def read_objects(archive):
     """Names (list of n) and pictures uint8[n, 64, 64, 4] (RGBA) of the objects in objects.csv, in its order."""
-    with open(OBJECTS_FILE, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows()
     pictures = []
     with tarfile.open(archive) as tar:
         files = {member.name: member for member in tar.getmembers()}
@@ -69,14 +74,34 @@ def read_objects(archive):
     return [row["name"] for row in rows], np.stack(pictures)
 
 
-def compose(picture, colour, right=0, down=0, mirror=False):
-    """A picture over a plain background: uint8[64, 64, 4], RGB 0..255 -> uint8[64, 64, 3]; mirrored, then shifted."""
+def write_sheet(pictures, file):
+    """Writes pictures uint8[n, 64, 64, 4] as one PNG, 16 a row; what is fully transparent loses its colour."""
+    rows = -(-len(pictures) // SHEET_COLUMNS)
+    padded = np.zeros((rows * SHEET_COLUMNS, SIZE, SIZE, 4), np.uint8)
+    padded[: len(pictures)] = pictures * (pictures[..., 3:] > 0)
+    grid = padded.reshape(rows, SHEET_COLUMNS, SIZE, SIZE, 4).transpose(0, 2, 1, 3, 4)
+    Image.fromarray(grid.reshape(rows * SIZE, SHEET_COLUMNS * SIZE, 4)).save(file, optimize=True)
+
+
+def read_sheet(file):
+    """Names and pictures, as read_objects gives them, from what write_sheet wrote."""
+    names = [row["name"] for row in _rows()]
+    grid = np.array(Image.open(file))
+    tiles = grid.reshape(-1, SIZE, SHEET_COLUMNS, SIZE, 4).transpose(0, 2, 1, 3, 4).reshape(-1, SIZE, SIZE, 4)
+    return names, tiles[: len(names)]
+
+
+def compose(pictures, colour, right=0, down=0, mirror=False):
+    """Pictures over a plain background, mirrored, then shifted: uint8[..., 64, 64, 4] -> uint8[..., 64, 64, 3].
+
+    colour: RGB, 0..255; right, down: pixels.
+    """
     if mirror:
-        picture = picture[:, ::-1]
-    moved = np.zeros_like(picture)
+        pictures = pictures[..., ::-1, :]
+    moved = np.zeros_like(pictures)
     rows, columns = (slice(max(d, 0), SIZE + min(d, 0)) for d in (down, right))
     from_rows, from_columns = (slice(max(-d, 0), SIZE + min(-d, 0)) for d in (down, right))
-    moved[rows, columns] = picture[from_rows, from_columns]
+    moved[..., rows, columns, :] = pictures[..., from_rows, from_columns, :]
     alpha = moved[..., 3:].astype(np.float32) / 255
     return np.round(moved[..., :3] * alpha + np.float32(colour) * (1 - alpha)).astype(np.uint8)
 

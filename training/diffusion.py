@@ -67,6 +67,13 @@ def build():
     return torch.nn.ModuleDict({"unet": unet, "text_encoder": CLIPTextModel(config)})
 
 
+def load(folder):
+    """UNet and text encoder of a checkpoint, as one module."""
+    unet = UNet2DConditionModel.from_pretrained(folder, subfolder="unet", torch_dtype=torch.float32)
+    text_encoder = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder", torch_dtype=torch.float32)
+    return torch.nn.ModuleDict({"unet": unet, "text_encoder": text_encoder})
+
+
 def schedule():
     """The noise schedule of Stable Diffusion 1, drawn by DDIM."""
     return DDIMScheduler(
@@ -147,24 +154,16 @@ def draw(networks, autoencoder, ids, empty, seed):
     return to_images(autoencoder.decode(latents / autoencoder.config.scaling_factor).sample)
 
 
-def train(names, pictures, autoencoder, tokenizer, folder, budget):
-    """Trains UNet and text encoder in `folder`; returns both in one module, and the number of steps.
-
-    Sets the autoencoder's scaling_factor, 1 / standard deviation of the latents (Rombach et al. 2022, appendix G).
-    """
-    latents = encode_all(autoencoder, pictures, folder / "latents.pt")
-    scaling = 1 / latents.std().item()
-    autoencoder.register_to_config(scaling_factor=scaling)
-    latents = latents * scaling
-    texts = tokenise(tokenizer, names)
+def train(names, latents, texts, autoencoder, networks, folder, budget, peak):
+    """Trains UNet and text encoder on scaled latents; returns their average, in one module, and the number of steps."""
     alphas = schedule().alphas_cumprod
     colours = list(data.COLOURS)
     shown = torch.stack([texts.captions[names.index(name), colours.index(colour), 0] for name, colour in SHOWN])
 
-    def step_loss(networks, step):
+    def step_loss(networks, step, fraction):
         return loss(networks, alphas, *pick(latents, texts, loop.SEED, step * BATCH, BATCH))
 
     def draw_sheet(networks):
         return sheet.grid(draw(networks, autoencoder, shown, texts.empty, seed=0), columns=4, scale=3)
 
-    return loop.train("diffusion", build(), step_loss, draw_sheet, folder, budget, peak=1e-3)
+    return loop.train("diffusion", networks, step_loss, draw_sheet, folder, budget, peak)

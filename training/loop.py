@@ -44,7 +44,8 @@ def train(name, network, loss, sheet, folder, budget, peak):
     peak: highest learning rate. The state lies in folder/NAME.pt and is gone on from where it exists.
     """
     averaged = copy.deepcopy(network).eval().requires_grad_(False)
-    weights, averages = list(network.parameters()), list(averaged.parameters())
+    pairs = zip(network.parameters(), averaged.parameters(), strict=True)
+    weights, averages = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
     optimiser = torch.optim.AdamW(weights, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     state_file, step, seconds = folder / f"{name}.pt", 0, 0.0
     if state_file.exists():
@@ -72,7 +73,7 @@ def train(name, network, loss, sheet, folder, budget, peak):
         optimiser.step()
         optimiser.zero_grad()
         step += 1
-        torch._foreach_lerp_(averages, weights, 1 - min(AVERAGE, step / (step + 10)))
+        torch._foreach_lerp_(list(averages), list(weights), 1 - min(AVERAGE, step / (step + 10)))
         recent.append(value.item())
         now = time.monotonic()
         seconds, clock = seconds + now - clock, now

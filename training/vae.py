@@ -29,11 +29,11 @@ def differences(images):
 
 
 def distance(output, target):
-    """Mean absolute error of the pixels plus that of their differences at three scales (sharp edges)."""
-    loss = (output - target).abs().mean()
+    """Absolute and squared error of the pixels, and the absolute error of their differences at three scales (edges)."""
     error = output - target
+    loss = error.abs().mean() + 2 * error.square().mean()
     for _ in range(3):
-        loss = loss + sum(d.abs().mean() for d in differences(error))
+        loss = loss + 0.5 * sum(d.abs().mean() for d in differences(error))
         error = avg_pool2d(error, 2)
     return loss
 
@@ -56,8 +56,18 @@ def to_images(output):
     return ((output.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
 
 
-def train(names, pictures, folder, budget):
-    """Trains an autoencoder in `folder`; returns it and the number of steps."""
+def load(folder, state=None):
+    """The autoencoder of a checkpoint, its encoder frozen; `state`: file of a stage that went on from there, if any."""
+    model = AutoencoderKL.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
+    for part in (model.encoder, model.quant_conv):
+        part.requires_grad_(False)
+    if state is not None and state.exists():
+        model.load_state_dict(torch.load(state)["averaged"])
+    return model
+
+
+def train(names, pictures, model, folder, budget, peak):
+    """Trains what is not frozen of an autoencoder in `folder`; returns its average and the number of steps."""
 
     def batch(seed, start, size):
         return to_tensor([data.example(names, pictures, seed, start + i)[0] for i in range(size)])
@@ -72,4 +82,4 @@ def train(names, pictures, folder, budget):
             output = model.decode(model.encode(shown).latent_dist.mean).sample
         return sheet.grid(np.concatenate([to_images(shown), to_images(output)]), columns=8, scale=2)
 
-    return loop.train("vae", build(), step_loss, draw, folder, budget, peak=2e-3)
+    return loop.train("vae", model, step_loss, draw, folder, budget, peak)
