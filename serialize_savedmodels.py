@@ -55,6 +55,8 @@ flags.DEFINE_integer("random_seed", 0, "Seed of --random_weights.")
 def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; the checkpoint goes into --checkpoint")
+    if FLAGS.warmup_xla and not FLAGS.jit_compile:
+        raise InputError("--warmup_xla warms up the XLA twins of --jit_compile, which was not given")
     cli.import_tensorflow()
     from pipeline import export, load, locate, sources
 

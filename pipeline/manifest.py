@@ -13,9 +13,6 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
-from absl import flags
-from tqdm import tqdm
-
 from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
 from pipeline.compare import Difference
 
@@ -195,6 +192,9 @@ def verify(manifest: Manifest, prefix: str = "") -> None:
     Raises:
         InputError: names the first that differs.
     """
+    # Here, because a client of a server is to start at once.
+    from tqdm import tqdm
+
     files = {name: digest for name, digest in manifest.files.items() if name.startswith(prefix)}
     total = sum(p.stat().st_size for name in files if (p := manifest.folder / name).exists())
     with tqdm(total=total, desc="verify", unit="B", unit_scale=True, delay=2, leave=False) as progress:
@@ -327,6 +327,8 @@ def describe(manifest: Manifest) -> str:
 
 
 def main(argv):
+    from absl import flags
+
     if len(argv) != 2:
         raise InputError(f"expected one folder, found {len(argv) - 1}: python -m pipeline.manifest exports/emoji")
     manifest = read(argv[1], flags.FLAGS.version)
@@ -334,6 +336,8 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    from absl import flags
+
     from pipeline import cli
 
     flags.DEFINE_integer("version", None, "Version of the export; default: the newest.")

@@ -70,6 +70,11 @@ def test_twins_have_records_only_where_asked(single_export, export_spec, tmp_pat
     np.testing.assert_array_equal(found["decode_xla"]["latent"], found["decode"]["latent"])
 
 
+def test_twins_to_warm_up_must_be_asked_for(run_command):
+    run = run_command("serialize_savedmodels.py", "--warmup_xla")
+    assert run.returncode == 1 and "--warmup_xla warms up the XLA twins of --jit_compile" in run.stderr
+
+
 def test_what_is_written_is_read(tmp_path):
     folder = tmp_path / "model" / "1"
     folder.mkdir(parents=True)

@@ -4,6 +4,7 @@ import http.server
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import threading
 
@@ -214,7 +215,7 @@ def test_files_are_written_whole_and_again(tiny_export, tmp_path):
         files.write(made)
 
 
-def test_the_command(run_command, single_export):
+def test_the_command(run_command, single_export, tmp_path):
     refused = [
         ([], "expected one export, found 0"),
         ([single_export, "--base_path", "models"], "--base_path models: expected an absolute path"),
@@ -224,3 +225,6 @@ def test_the_command(run_command, single_export):
         run = run_command("pipeline.serving", "config", *arguments)
         assert run.returncode == 1 and message in run.stderr and "Traceback" not in run.stderr
     assert not (single_export / "serving").exists()
+    shutil.copytree(single_export / "manifests", tmp_path / "copy" / "manifests")
+    run = run_command("pipeline.serving", "config", tmp_path / "copy")
+    assert run.returncode == 1 and "its SavedModels are not there" in run.stderr

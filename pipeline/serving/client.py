@@ -31,6 +31,7 @@ MESSAGE_BYTES = 4 << 20  # gRPC's limit on what a client receives, unless raised
 SPARE_BYTES = 64 << 10  # for names and shapes in a message
 HINTS = {
     "XLA compilation disabled": "start the server with --xla_cpu_compilation_enabled=true (or gpu), or do not compile",
+    "Servable not found": "the server has another version by now; copy its manifest here",
     "larger than max": "the server takes no message of this size; draw fewer images a call",
 }
 HINTS_BY_CODE = {

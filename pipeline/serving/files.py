@@ -383,6 +383,8 @@ def main(argv):
     if len(argv) != 2:
         raise InputError(f"expected one export, found {len(argv) - 1}: python -m pipeline.serving config exports/emoji")
     contract = manifest.read(Path(argv[1]), FLAGS.version)
+    if not all(contract.path(part).is_dir() for part in contract.signatures):
+        raise InputError(f"{contract.folder}: its SavedModels are not there; servers need all of the export")
     base_path = FLAGS.base_path.rstrip("/")
     if not re.fullmatch("(/[A-Za-z0-9._-]+)+", base_path):
         raise InputError(f"--base_path {FLAGS.base_path}: expected an absolute path of letters, digits and . _ -")

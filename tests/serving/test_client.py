@@ -226,6 +226,9 @@ def test_patience_has_an_end(troubled, no_waiting):
     with pytest.raises(InputError, match="draw fewer images a call"):
         ask()
     assert len(calls) == 1
+    ask, calls = troubled([ServingError(status.NOT_FOUND, "Servable not found for request: Specific(decoder, 1)")])
+    with pytest.raises(InputError, match="the server has another version by now"):
+        ask()
 
 
 def test_fresh_noise_is_not_drawn_twice(troubled, no_waiting):
