@@ -239,7 +239,9 @@ def _share(function):
 def _run_part(part: str, build: Callable, config: ModelConfig) -> dict[str, dict[str, np.ndarray]]:
     """Run what `precision` compares: {signature name: outputs}. What holds weights is local, as in `_save_part`."""
     print(f"{part}: in float32, to compare", flush=True)
-    _, made = build()
+    # What loading says is said when the part itself is loaded.
+    with contextlib.redirect_stdout(None):
+        _, made = build()
     chosen = [endpoint for endpoint in made if endpoint.name in precision.COMPARED]
     results = {e.name: _function(e)(**_tensors(_example(e, config))) for e in chosen}
     outputs = {name: {k: v.numpy() for k, v in found.items()} for name, found in results.items()}
