@@ -58,7 +58,7 @@ async def _run(core: Core, spec, data: input_pb2.Input, answer, deadline: float 
     if not rows:
         raise ServingError(status.INVALID_ARGUMENT, "Input is empty.")
 
-    def prepare(signatures):
+    async def prepare(signatures):
         name, signature = predict.find_signature(signatures, spec.signature_name, status.INVALID_ARGUMENT)
         if set(signature.inputs) != {INPUT}:
             raise ServingError(

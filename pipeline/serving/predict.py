@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
 from tensorflow.core.protobuf import meta_graph_pb2
@@ -69,14 +69,14 @@ class Core:
         name: str,
         number: int | None,
         label: str | None,
-        prepare: Callable[[dict], "Call"],
+        prepare: Callable[[dict], Awaitable["Call"]],
         deadline: float | None,
     ) -> tuple["Call", list[np.ndarray], int]:
         """One run of one signature.
 
         Args:
             name, number, label: of the model, as the request says.
-            prepare: signatures of the model -> what to run; cheap, on the event loop.
+            prepare: signatures of the model -> what to run; called with a place in the queue.
             deadline: time of the event loop after which nobody wants the answer.
 
         Returns:
@@ -84,8 +84,8 @@ class Core:
         """
         version = self.models.find(name, number, label)
         with version.lease() as servable:
-            call = prepare(servable.signatures)
             with self.admission.place() as run:
+                call = await prepare(servable.signatures)
                 feeds = await convert(call.size, call.feeds)
                 fetched = await run(lambda seconds: servable.run(feeds, call.fetches, seconds), deadline)
         return call, fetched, version.number
@@ -93,7 +93,7 @@ class Core:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A signature to run: `feeds`, called in a thread, decodes the inputs to {tensor name: array}."""
+    """A signature to run: `feeds`, where it takes long in a thread, decodes the inputs to {tensor name: array}."""
 
     signature_name: str
     size: int  # bytes to decode, or what takes as long
@@ -162,7 +162,7 @@ async def predict(core: Core, request, deadline: float | None):
     spec = request.model_spec
     check_spec(request)
 
-    def prepare(signatures):
+    async def prepare(signatures):
         name, signature = find_signature(signatures, spec.signature_name)
         check_inputs(signature, request.inputs)
         aliases = choose_outputs(signature, request.output_filter)

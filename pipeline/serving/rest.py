@@ -56,10 +56,13 @@ def make_runner(core: Core, timeout: float, monitoring_path: str | None, cors: b
         if not path.lower().startswith("/v1/"):
             raise web.HTTPNotFound
         headers = dict(CORS) if cors else {}
+        code = 200
         try:
             body = await _answer(core, request, path, timeout, cors)
-            code = 200
-        except ServingError as error:
+        except Exception as error:
+            if not isinstance(error, ServingError):
+                log.exception("%s failed", path)
+                error = ServingError(status.INTERNAL, "internal error; see the server's log")
             code = 413 if isinstance(error, BodyTooLarge) else status.HTTP[error.code]
             body = json.dumps({"error": error.text}, indent=4).encode()
             if error.retry_after:
@@ -98,15 +101,9 @@ async def _answer(core: Core, request: web.Request, path: str, timeout: float, c
         core.models.find(spec.name, *predict.version_of(spec))
         core.admission.check()  # before the body takes memory
         body = await _read(core, request, deadline)
-        try:
-            if entrypoint == "predict":
-                return await _predict(core, spec, body, deadline)
-            return await _run_examples(core, spec, body, entrypoint, deadline)
-        except (ServingError, asyncio.CancelledError):
-            raise
-        except Exception:
-            log.exception("%s failed", entrypoint)
-            raise ServingError(status.INTERNAL, "internal error; see the server's log") from None
+        if entrypoint == "predict":
+            return await _predict(core, spec, body, deadline)
+        return await _run_examples(core, spec, body, entrypoint, deadline)
 
 
 def _model_spec(found: re.Match) -> model_pb2.ModelSpec:
@@ -114,9 +111,10 @@ def _model_spec(found: re.Match) -> model_pb2.ModelSpec:
         raise ServingError(status.INVALID_ARGUMENT, "Missing model name in request.")
     spec = model_pb2.ModelSpec(name=urllib.parse.unquote(found["name"], errors="replace"))
     if found["version"]:
-        if int(found["version"]) >= 2**63:
-            raise ServingError(status.INVALID_ARGUMENT, f"Failed to convert version: {found['version']} to numeric.")
-        spec.version.value = int(found["version"])
+        digits = found["version"].lstrip("0") or "0"
+        if len(digits) > 19 or int(digits) >= 2**63:
+            raise ServingError(status.INVALID_ARGUMENT, f"Failed to convert version: {digits} to numeric.")
+        spec.version.value = int(digits)
     if found["label"]:
         spec.version_label = urllib.parse.unquote(found["label"], errors="replace")
     return spec
@@ -145,13 +143,12 @@ async def _read(core: Core, request: web.Request, deadline: float) -> bytes:
 
 
 async def _predict(core: Core, spec: model_pb2.ModelSpec, body: bytes, deadline: float) -> bytes:
-    size = predict.JSON_FACTOR * len(body)
-    document = await predict.convert(size, json_tensors.parse, body)
-    name = json_tensors.signature_name(document)
-    kind = ""
+    size, kind = predict.JSON_FACTOR * len(body), ""
 
-    def prepare(signatures):
+    async def prepare(signatures):
         nonlocal kind
+        document = await predict.convert(size, json_tensors.parse, body)
+        name = json_tensors.signature_name(document)
         effective, signature = predict.find_signature(signatures, name, status.INVALID_ARGUMENT)
         if not signature.inputs:
             text = f"Failed to get input map for signature: {name or 'DEFAULT'}"

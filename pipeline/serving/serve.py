@@ -19,7 +19,7 @@ from models.config import InputError
 from pipeline import cli
 
 FLAGS = flags.FLAGS
-# (name, default, what it does, bounds). Those of the binary keep their names and, the address apart, their defaults.
+# (name, default, what it does, bounds). The binary's have its names and, address and REST's port apart, its defaults.
 OPTIONS = (
     ("host", "127.0.0.1", "Address to listen on. There is no authentication: think before 0.0.0.0."),
     ("port", 8500, "Port of gRPC; 0: none.", 0, 65535),

@@ -124,6 +124,7 @@ ERRORS = [
     ),
     ("label", f"{TOY}/labels/no:predict", {"instances": [1.0]}, 400, "Unrecognized servable version label: no"),
     ("long_version", f"{TOY}/versions/{10**20}:predict", {"instances": [1.0]}, 400, "Failed to convert version"),
+    ("endless_version", f"{TOY}/versions/{'9' * 5000}:predict", {"instances": [1.0]}, 400, "Failed to convert version"),
     ("no_number", f"{TOY}/versions/one:predict", {"instances": [1.0]}, 400, "Malformed request: POST"),
     ("method", f"{TOY}:draw", {"instances": [1.0]}, 400, f"Malformed request: POST {TOY}:draw"),
     ("no_method", TOY, {"instances": [1.0]}, 400, f"Malformed request: POST {TOY}"),

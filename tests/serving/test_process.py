@@ -106,7 +106,7 @@ def test_the_tests_of_tensorflow_serving(write_launcher, tmp_path):
     code = f"import sys, pytest, tensorflow_serving; tensorflow_serving.__path__.append({str(sources)!r}); "
     code += "sys.exit(pytest.main(sys.argv[1:]))"
     test = sources / "model_servers" / "tensorflow_model_server_test.py"
-    left_out = "not tflite and not profiler and not tf_text and not keras and not session"
+    left_out = "not tflite and not profiler and not tf_text and not keras"
     command = [sys.executable, "-c", code, str(test), "-q", "-p", "no:cacheprovider", "-k", left_out, "-c", os.devnull]
     run = subprocess.run(command, env=os.environ | {"TEST_SRCDIR": str(tmp_path)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:]
