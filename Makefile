@@ -1,4 +1,4 @@
-# make run     export the embedded checkpoint and draw a picture
+# make run     export the embedded checkpoint and draw a sheet of pictures (make run PROMPT="an owl": one)
 # make test    style and tests, offline after the packages are installed
 # make parity FAMILY=sd1|sd2|sdxl
 #              compare with diffusers at full size (about an hour on two cores)
@@ -7,13 +7,16 @@
 
 PYTHON ?= python3.11
 FAMILY ?= sd1
-PROMPT ?= a red apple on a blue background
+PROMPT ?=
+PROMPTS = "a red apple on a blue background" "a panda on a red background" "sunflower, purple background" \
+	"laughing face with tears on black" "an owl" "a fox on a green background" "a slice of pizza on a gray background" \
+	"octopus on a yellow background"
 
 .PHONY: run test parity bench clean
 
 run: .venv/run.stamp
 	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
-	.venv/bin/python -m pipeline.generate "$(PROMPT)" --output outputs
+	.venv/bin/python -m pipeline.generate $(if $(PROMPT),"$(PROMPT)",$(PROMPTS)) --output outputs --sheet outputs/sheet.png
 
 test: .venv/test.stamp
 	.venv/bin/ruff check .

@@ -55,7 +55,7 @@ def main(argv):
 
     try:
         with tqdm(total=calls * rows, desc="denoise", unit="call") as bar:
-            generate.generate(
+            drawn = generate.generate(
                 *(functions, prompts, negatives, FLAGS.seed, num_images, scales, FLAGS.prompt_weighting),
                 progress=bar.update,
                 steps_per_call=FLAGS.steps_per_call,
@@ -67,6 +67,8 @@ def main(argv):
             )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"{len(saved)} of {total} pictures are finished") from error
+    if FLAGS.sheet:
+        print(pictures.save_sheet(drawn, min(4, total), Path(FLAGS.sheet)))
 
 
 def _functions(contract: Manifest, size) -> Functions:

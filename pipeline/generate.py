@@ -340,6 +340,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")
+    flags.DEFINE_string(
+        "sheet", None, "PNG file that shows all pictures side by side, four in a row; an older one is replaced."
+    )
     flags.DEFINE_integer("preview_every", None, "Write OUTPUT/previews/SEED-STEP.png every k steps.", lower_bound=1)
     flags.DEFINE_string("server", None, "Draw on this server, grpc://HOST:8500 or http://HOST:8501, not here.")
     flags.DEFINE_float("timeout", 600.0, "Seconds that one call of the server may take.", lower_bound=0.001)

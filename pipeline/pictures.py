@@ -83,6 +83,32 @@ def _guidance_fields(chosen: Settings) -> dict[str, str]:
     return {name: f"{value:g}" for name, (value, usual) in fields.items() if value != usual}
 
 
+SHEET_CELL = 192  # pixels, about; small pictures are enlarged to it
+
+
+def save_sheet(pictures: np.ndarray, columns: int, path: Path) -> Path:
+    """Write pictures side by side as one PNG, over an older one.
+
+    Args:
+        pictures: uint8[n, H, W, 3]. columns: pictures in a row.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    count, height, width, _ = pictures.shape
+    scale = max(1, SHEET_CELL // height)
+    sheet = Image.new("RGB", (columns * width * scale, -(-count // columns) * height * scale), "white")
+    for i, picture in enumerate(pictures):
+        cell = Image.fromarray(picture).resize((width * scale, height * scale), Image.Resampling.LANCZOS)
+        sheet.paste(cell, (i % columns * cell.width, i // columns * cell.height))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(path, format="PNG")
+    except OSError as error:
+        raise InputError(f"--sheet {path}: cannot be written ({error.strerror})") from error
+    return path
+
+
 def save_preview(image: np.ndarray, name: str, folder: Path) -> Path:
     """Write what a picture looks like on its way as previews/NAME.png, whole at every moment, over an older one.
 

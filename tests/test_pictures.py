@@ -104,3 +104,20 @@ def test_folders_that_cannot_be_written(tmp_path):
     assert "None" not in str(error.value)
     with pytest.raises(InputError, match="cannot write pictures there"):
         pictures.save(PICTURE, 1, "a", tmp_path / "file" / "below")
+
+
+def test_a_sheet_shows_all_pictures_in_rows(tmp_path):
+    """Five flat pictures of 64 x 32 pixels, each enlarged three times: two rows of three, the last place white."""
+    colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 8, 7), (70, 80, 90)]
+    flat = np.broadcast_to(np.array(colours, "uint8")[:, None, None], (5, 64, 32, 3))
+    path = pictures.save_sheet(flat, 3, tmp_path / "new" / "sheet.png")
+    with Image.open(path) as opened:
+        sheet = np.array(opened)
+    assert sheet.shape == (2 * 192, 3 * 96, 3)
+    centres = sheet[96::192, 48::96].reshape(-1, 3).tolist()
+    assert centres == [*map(list, colours), [255, 255, 255]]
+    pictures.save_sheet(flat[:1], 1, path)
+    with Image.open(path) as opened:
+        assert opened.size == (96, 192)
+    with pytest.raises(InputError, match=f"--sheet {tmp_path}: cannot be written"):
+        pictures.save_sheet(flat, 3, tmp_path)

@@ -86,7 +86,8 @@ def write_sheet(pictures, file):
 def read_sheet(file):
     """Names and pictures, as read_objects gives them, from what write_sheet wrote."""
     names = [row["name"] for row in _rows()]
-    grid = np.array(Image.open(file))
+    with Image.open(file) as opened:
+        grid = np.array(opened)
     tiles = grid.reshape(-1, SIZE, SHEET_COLUMNS, SIZE, 4).transpose(0, 2, 1, 3, 4).reshape(-1, SIZE, SIZE, 4)
     return names, tiles[: len(names)]
 

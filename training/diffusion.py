@@ -10,7 +10,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from training import data, loop, sheet
 from training.vae import to_images, to_tensor
 
-BATCH = 64
+BATCH = 32
 EMPTY = 0.1  # share of examples without a caption, for guidance
 GAMMA = 5.0  # min-SNR weighting (Hang et al. 2023): errors at low noise count at most this signal-to-noise ratio
 STEPS, GUIDANCE = 25, 3.0  # of the sample sheets, and of the checkpoint's generation_config.json

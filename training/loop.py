@@ -10,7 +10,7 @@ import torch
 
 SEED = 0
 AVERAGE = 0.998  # decay of the averaged weights
-SAVE_SECONDS, LINE_SECONDS = 180, 30
+SAVE_SECONDS, LINE_SECONDS = 300, 30
 
 
 class Budget(NamedTuple):
