@@ -329,6 +329,15 @@ def test_repositories_without_what_is_read(serve, checkpoint, missing, message):
     assert not [name for name in serve.fetched() if "safetensors" in name]
 
 
+def test_a_pickle_is_fetched_where_it_is_all_there_is_and_asked_for(serve, checkpoint, content):
+    files = serve.files[COMMITS["main"]]
+    for name in ("text_encoder/model.safetensors", "text_encoder/model.fp16.safetensors"):
+        del files[name]
+    checkpoint("org/tiny", pickles=True)
+    weights = WEIGHTS - {"text_encoder/model.safetensors"} | {"text_encoder/pytorch_model.bin"}
+    assert serve.fetched() == expected(content, weights)
+
+
 @pytest.mark.parametrize(
     ("option", "is_id"),
     [
