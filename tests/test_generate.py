@@ -24,7 +24,7 @@ def encoder(tiny_export):
 @pytest.fixture(autouse=True)
 def one_tokenizer(monkeypatch, encoder):
     """Read once; it is the same for every call here."""
-    monkeypatch.setattr(generate.tokenizer, "load", lambda folder: encoder)
+    monkeypatch.setattr(generate.tokenizer, "load", lambda folder, *_: encoder)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_batches_hold_every_image_and_one_prompt_per_group():
 def nine(functions, encoder):
     """Three prompts of three images, seeds 10..18: two calls, both padded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate.tokenizer, "load", lambda folder: encoder)
+        patch.setattr(generate.tokenizer, "load", lambda folder, *_: encoder)
         return generate.generate(functions, ["a red apple", "a cat", "the sea"], seed=10, num_images=3)
 
 
