@@ -33,7 +33,7 @@ def no_tensorflow(monkeypatch):
         config = source.config
         ddim = samplers.resolved("ddim", config.scheduler)
         return {
-            "text_encoder": lambda: endpoints.text_encoder(None, config, spec, empty_tokens),
+            "text_encoder": lambda: endpoints.text_encoder([None], config, spec, empty_tokens),
             "diffusion_model": lambda: endpoints.diffusion_model(None, config, spec, ddim, np.ones(1000) / 2),
             "decoder": lambda: endpoints.decoder(None, config, spec),
         }
