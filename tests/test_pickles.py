@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models import checkpoint, diffusers
+from models import checkpoint
 from models.config import InputError
 from models.files import weight_files
 from pipeline import pickles
