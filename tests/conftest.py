@@ -311,3 +311,22 @@ def variable_shapes():
         return shapes
 
     return build
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Function (size) -> folder on a file system of that size; skips where none may be mounted."""
+    mounted = []
+
+    def make(size):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

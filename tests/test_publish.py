@@ -231,25 +231,6 @@ export.export(dataclasses.replace(source, fill=slow), Path({str(folder)!r}), {ex
     assert visible(tmp_path) == {"out"}
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Function (size) -> folder on a file system of that size; skips where none may be mounted."""
-    mounted = []
-
-    def make(size):
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("no file system can be mounted here")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def one_line(error):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
     return str(error.value)

@@ -19,7 +19,6 @@ import tensorflow as tf
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import model_management_pb2, predict_pb2
 
-from pipeline import manifest
 from pipeline.serving import rest, server, session, source, warmup
 from pipeline.serving import serve as command
 from pipeline.serving.status import ServingError
@@ -140,22 +139,6 @@ def test_a_flipped_byte_in_any_file_of_an_export_is_found_before_it_is_loaded(ti
         path.write_bytes(whole)
     with pytest.raises(AssertionError, match="a damaged export was loaded"):
         load(origin, 1)  # whole again, it gets that far
-
-
-def test_an_export_is_served_as_its_parts(serve, tiny_export):
-    """Every signature has run before the server is ready; the manifest says what the names of the models are."""
-    client = serve(tiny_export)
-    assert client.states("toy") == {}
-    for part, signatures in manifest.read(tiny_export).signatures.items():
-        assert client.states(part) == {1: "AVAILABLE"}
-        found = json.loads(client.rest("GET", f"/v1/models/{part}/metadata")[1])["metadata"]["signature_def"]
-        assert signatures.keys() <= found["signature_def"].keys()
-    shapes = client.metric("input_shapes")
-    assert shapes >= 3
-    code, answer = client.rest("POST", "/v1/models/decoder:predict", {"inputs": [[[[0.0] * 4] * 7] * 9] * 4})
-    assert code == 200 and len(json.loads(answer)["outputs"]) == 4
-    assert client.rest("POST", "/v1/models/decoder:predict", {"inputs": [[[[0.0] * 4] * 7] * 8] * 4})[0] == 400
-    assert client.metric("input_shapes") == shapes  # nothing new for a server that is warm
 
 
 def test_warmup_records_are_replayed_and_one_that_fails_fails_the_load(toy, tmp_path):
