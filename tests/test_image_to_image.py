@@ -149,7 +149,7 @@ def test_versions_of_an_export_with_an_image_encoder(tiny_sd1_export, tmp_path, 
     """The optional part is renamed with the others and cleared with the others."""
     signatures = manifest.read(tiny_sd1_export).signatures
 
-    def save_part(build, folder, config, jit):
+    def save_part(build, folder, config, jit, warmup_xla, export_id):
         folder.mkdir(parents=True)
         (folder / "saved_model.pb").write_bytes(b"")
         return signatures[folder.parent.name], []

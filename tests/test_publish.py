@@ -29,7 +29,7 @@ def source(checkpoint_folder):
 def no_tensorflow(monkeypatch):
     """Everything but TensorFlow's part: signatures are the real ones, a SavedModel is one small file."""
 
-    def parts(source, spec, empty_tokens):
+    def parts(source, spec, empty_tokens, image_encoder):
         config = source.config
         ddim = samplers.resolved("ddim", config.scheduler)
         return {
@@ -38,7 +38,7 @@ def no_tensorflow(monkeypatch):
             "decoder": lambda: endpoints.decoder(None, config, spec),
         }
 
-    def save_part(build, folder, config, jit):
+    def save_part(build, folder, config, jit, warmup_xla, export_id):
         folder.mkdir(parents=True)
         (folder / "saved_model.pb").write_bytes(os.urandom(16))
         described = {e.name: manifest.Signature(e.inputs, e.outputs) for e in build()}
@@ -47,6 +47,7 @@ def no_tensorflow(monkeypatch):
     monkeypatch.setattr(export, "_parts", parts)
     monkeypatch.setattr(export, "_save_part", save_part)
     monkeypatch.setattr(export, "_reload", lambda folder, live: ())
+    monkeypatch.setattr(export, "_run_part", lambda part, build, config: {})
 
 
 def visible(folder: Path) -> set[str]:

@@ -135,7 +135,7 @@ def test_unguided_rows_equal_guidance_one(functions):
 def words(functions):
     from pipeline import tokenizer
 
-    return tokenizer.load(functions.manifest.folder / "tokenizer")
+    return tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
 
 
 def negative(contexts):
