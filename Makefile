@@ -21,7 +21,7 @@ run: .venv/run.stamp
 test: .venv/test.stamp
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest tests
+	.venv/bin/python -m pytest tests -n 2 --dist loadfile
 
 bench: .venv/run.stamp
 	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
