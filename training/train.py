@@ -55,6 +55,11 @@ def save(autoencoder, networks, folder):
     pipeline.to(torch.float16).save_pretrained(folder)
     shutil.rmtree(folder / "tokenizer")
     shutil.copytree(TOKENIZER, folder / "tokenizer")  # vocab.json and merges.txt: what every tool reads
+    for component in ("unet", "vae"):
+        file = folder / component / "config.json"
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)  # where it went on from, a path of this machine
+        file.write_text(json.dumps(config, indent=2) + "\n")
     chosen = {"sampler": "ddim", "num_inference_steps": diffusion.STEPS, "guidance_scale": diffusion.GUIDANCE}
     (folder / "generation_config.json").write_text(json.dumps(chosen) + "\n")
 
