@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -251,3 +252,59 @@ def test_group_norm_keeps_its_digits_on_large_images():
     centred = grouped - grouped.mean(axis=(1, 3), keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=(1, 3), keepdims=True) + 1e-6)
     assert np.abs(found - expected.reshape(x.shape)).max() < 3e-6
+
+
+# === Our own networks learn ===
+
+
+def train(networks, loss, steps=6):
+    """Losses of `steps` steps of Adam on one batch, and the variables whose first gradient is missing or all zero."""
+    variables = [v for network in networks for v in network.trainable_variables]
+    optimiser = keras.optimizers.Adam(3e-3)
+    losses, dead = [], []
+    for i in range(steps):
+        with tf.GradientTape() as tape:
+            value = loss()
+        gradients = [g if g is None else tf.convert_to_tensor(g) for g in tape.gradient(value, variables)]
+        if i == 0:
+            dead = [v.path for v, g in zip(variables, gradients, strict=True) if g is None or not np.any(g)]
+        optimiser.apply(
+            [tf.zeros(v.shape) if g is None else g for g, v in zip(gradients, variables, strict=True)], variables
+        )
+        losses.append(float(value))
+    return losses, dead
+
+
+def test_unet_and_text_encoder_learn():
+    """Every weight has a part in the noise that is predicted."""
+    keras.utils.set_random_seed(0)
+    model, encoder = (
+        unet.UNet(dataclasses.replace(UNET, cross_attention_dim=CLIP.hidden_size)),
+        text_encoder.TextEncoder(CLIP),
+    )
+    tokens = tf.constant(np.arange(2 * 77).reshape(2, 77) % 100, "int32")
+    latent, timestep = normal(2, 8, 8, 4, seed=4), tf.constant([10.0, 600.0])
+    noise = latent[::-1]
+
+    def loss():
+        return tf.reduce_mean(tf.square(model(latent, timestep, encoder(tokens)[0]) - noise))
+
+    losses, dead = train((model, encoder), loss)
+    assert losses[-1] < 0.85 * losses[0]
+    # A bias of the keys moves all logits of a query alike, which softmax does not see.
+    assert [path for path in dead if not path.endswith("k_proj/bias")] == []
+
+
+def test_the_autoencoder_learns():
+    keras.utils.set_random_seed(0)
+    encoder, decoder = vae.VAEEncoder(VAE), vae.VAEDecoder(VAE)
+    image = tf.image.resize(normal(2, 4, 4, 3, seed=4), (32, 32))
+
+    def loss():
+        mean, std = encoder(image)
+        output = decoder(mean + std * normal(*mean.shape, seed=4))
+        return tf.reduce_mean(tf.abs(output - image))
+
+    losses, dead = train((encoder, decoder), loss)
+    assert losses[-1] < 0.9 * losses[0]
+    assert [path for path in dead if not path.endswith("to_k/bias")] == []
