@@ -33,7 +33,7 @@ IGNORED = (
 _IGNORED = re.compile("|".join(IGNORED))
 
 # Layers of blocks: the original's name -> diffusers'. What is not listed does not belong there.
-_RESNET = {
+RESNET = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
     "emb_layers.1": "time_emb_proj",
@@ -59,6 +59,19 @@ _OPEN_CLIP_LAYER = {
 }
 # Prefix of names -> (diffusers' prefix, the names of the layers below it; None: the same ones).
 Table = Mapping[str, tuple[str, Mapping[str, str] | None]]
+# The UNet's layers outside its numbered blocks.
+UNET_OUTSIDE: Table = {
+    "time_embed.0": ("time_embedding.linear_1", None),
+    "time_embed.2": ("time_embedding.linear_2", None),
+    "label_emb.0.0": ("add_embedding.linear_1", None),
+    "label_emb.0.2": ("add_embedding.linear_2", None),
+    "input_blocks.0.0": ("conv_in", None),
+    "middle_block.0": ("mid_block.resnets.0", RESNET),
+    "middle_block.1": ("mid_block.attentions.0", None),
+    "middle_block.2": ("mid_block.resnets.1", RESNET),
+    "out.0": ("conv_norm_out", None),
+    "out.2": ("conv_out", None),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,22 +173,11 @@ def _below(tensors: Source, prefix: str) -> dict[str, Tensor]:
 
 def unet_table(config: UNetConfig) -> Table:
     """The UNet's names. The original counts resampling layers as blocks on the way down, diffusers does not."""
-    table = {
-        "time_embed.0": ("time_embedding.linear_1", None),
-        "time_embed.2": ("time_embedding.linear_2", None),
-        "label_emb.0.0": ("add_embedding.linear_1", None),
-        "label_emb.0.2": ("add_embedding.linear_2", None),
-        "input_blocks.0.0": ("conv_in", None),
-        "middle_block.0": ("mid_block.resnets.0", _RESNET),
-        "middle_block.1": ("mid_block.attentions.0", None),
-        "middle_block.2": ("mid_block.resnets.1", _RESNET),
-        "out.0": ("conv_norm_out", None),
-        "out.2": ("conv_out", None),
-    }
+    table = dict(UNET_OUTSIDE)
     last, depths, number = len(config.block_out_channels) - 1, config.transformer_layers, 1
     for block, depth in enumerate(depths):
         for layer in range(config.layers_per_block):
-            table[f"input_blocks.{number}.0"] = (f"down_blocks.{block}.resnets.{layer}", _RESNET)
+            table[f"input_blocks.{number}.0"] = (f"down_blocks.{block}.resnets.{layer}", RESNET)
             if depth:
                 table[f"input_blocks.{number}.1"] = (f"down_blocks.{block}.attentions.{layer}", None)
             number += 1
@@ -185,7 +187,7 @@ def unet_table(config: UNetConfig) -> Table:
     number = 0
     for block, depth in enumerate(reversed(depths)):
         for layer in range(config.layers_per_block + 1):
-            table[f"output_blocks.{number}.0"] = (f"up_blocks.{block}.resnets.{layer}", _RESNET)
+            table[f"output_blocks.{number}.0"] = (f"up_blocks.{block}.resnets.{layer}", RESNET)
             if depth:
                 table[f"output_blocks.{number}.1"] = (f"up_blocks.{block}.attentions.{layer}", None)
             number += 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from models import ldm
 from models.checkpoint import Tensor, read_metadata, read_safetensors, some, split_option
 from models.config import InputError, read_json
 
@@ -64,25 +65,9 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r".*\.lora_embedding_[AB](?:\..*)?", "embeddings"),
 )
 
-# The UNet's residual blocks in CompVis' code.
-_LDM_RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
-_LDM_OUTSIDE = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-    "mid_block.resnets.0": "middle_block.0",
-    "mid_block.attentions.0": "middle_block.1",
-    "mid_block.resnets.1": "middle_block.2",
-}
+# diffusers' names -> CompVis', of layers within a residual block and of those outside numbered blocks.
+_LDM_RESNET = {ours: theirs for theirs, ours in ldm.RESNET.items()}
+_LDM_OUTSIDE = {ours: theirs for theirs, (ours, _) in ldm.UNET_OUTSIDE.items()}
 
 
 @dataclasses.dataclass(frozen=True)
