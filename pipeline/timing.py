@@ -1,7 +1,8 @@
 """Timing that can be trusted: measured calls, their statistics, and the facts of the machine that go with every number.
 
 Each configuration is measured in a process of its own (`isolated` in the parent, `answer` in the child), so that
-memory peaks, caches and thread pools of one do not leak into the next. No TensorFlow.
+memory peaks, caches and thread pools of one do not leak into the next. What a worker computes with is a `Runtime`, so
+that one without TensorFlow can answer too; it needs NumPy and tqdm beside this file and models.config.
 """
 
 import dataclasses
@@ -23,7 +24,6 @@ import numpy as np
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import cli
 
 TOTAL = "total"
 PACKAGES = ("tensorflow", "keras", "numpy", "keras-cv", "tokenizers")
@@ -39,6 +39,15 @@ POLL_SECONDS = 0.1
 ANSWER, IMAGES = "answer.json", "images.npy"  # beside the request
 
 Lap = Callable[[str], None]  # lap("decoder"): the stage "decoder" ends here
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """The library that a worker computes with, as far as measuring must know it."""
+
+    start: Callable[[], object]  # imports it
+    facts: Callable[[dict], dict]  # of the row, once loaded: what it runs on and how
+    peak_gpu_bytes: Callable[[], list[int]]  # the most memory it had in use on each GPU since it started
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,12 +242,13 @@ def _cause(returncode: int) -> str:
     return f"the measuring process was ended by {name}{hint}"
 
 
-def answer(request_file: str, load: Callable[[dict], Callable[[Lap], object]]) -> int:
+def answer(request_file: str, load: Callable[[dict], Callable[[Lap], object]], runtime: Runtime | None = None) -> int:
     """The child's half of `isolated`: time the requested row, answer with its numbers or its error in one line.
 
     Args:
-        request_file: JSON with name, warmup, repeats, tf32 and what `load` needs.
+        request_file: JSON with name, warmup, repeats and what `load` and `runtime` need.
         load: the request to the function that `measure` times; it returns uint8 pictures.
+        runtime: None is `TENSORFLOW`, which needs tf32 in the request.
 
     Returns:
         The exit code, 0 or 1.
@@ -249,7 +259,7 @@ def answer(request_file: str, load: Callable[[dict], Callable[[Lap], object]]) -
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected a request as JSON ({error}); this is for internal use") from error
     try:
-        result = _measure_row(request, load)
+        result = _measure_row(request, load, runtime or TENSORFLOW)
     except InputError as error:
         result = {"error": str(error)}
     except Exception as error:
@@ -261,17 +271,14 @@ def answer(request_file: str, load: Callable[[dict], Callable[[Lap], object]]) -
     return int("error" in result)
 
 
-def _measure_row(row: dict, load: Callable[[dict], Callable[[Lap], object]]) -> dict:
-    """Load and time one row with TensorFlow."""
+def _measure_row(row: dict, load: Callable[[dict], Callable[[Lap], object]], runtime: Runtime) -> dict:
+    """Load and time one row."""
     start = time.perf_counter()
-    cli.import_tensorflow()
-    from pipeline.load import prepare_device
-
-    prepare_device()
+    runtime.start()
     imported = time.perf_counter()
     draw = load(row)
     loaded = time.perf_counter()
-    device = _device(row["tf32"])
+    device = runtime.facts(row)
     calls = 1 + row["warmup"] + row["repeats"]
     with tqdm(total=calls, desc=row["name"], unit="call", leave=False, disable=None) as progress:
         measured = measure(draw, row["warmup"], row["repeats"], progress.update)
@@ -283,19 +290,28 @@ def _measure_row(row: dict, load: Callable[[dict], Callable[[Lap], object]]) -> 
         "samples": measured.samples,
         "cores_busy": measured.cores_busy,
         "peak_rss_bytes": memory()["peak_rss"],
-        "peak_gpu_bytes": _peak_gpu_bytes(),
+        "peak_gpu_bytes": runtime.peak_gpu_bytes(),
         "device": device,
         "images": images,
     }
 
 
-def _device(tf32: bool) -> dict:
+def _start_tensorflow() -> None:
+    from pipeline import cli
+
+    cli.import_tensorflow()
+    from pipeline.load import prepare_device
+
+    prepare_device()
+
+
+def _device(row: dict) -> dict:
     """What TensorFlow runs on and how; sets TF32 as asked for, after everything that sets it otherwise."""
     import tensorflow as tf
 
     from pipeline.load import xla_available
 
-    tf.config.experimental.enable_tensor_float_32_execution(tf32)
+    tf.config.experimental.enable_tensor_float_32_execution(row["tf32"])
     devices = tf.config.get_visible_devices()
     details = {d.name: tf.config.experimental.get_device_details(d) for d in devices if d.device_type == "GPU"}
     return {
@@ -314,6 +330,9 @@ def _peak_gpu_bytes() -> list[int]:
 
     devices = range(len(tf.config.get_visible_devices("GPU")))
     return [tf.config.experimental.get_memory_info(f"GPU:{i}")["peak"] for i in devices]
+
+
+TENSORFLOW = Runtime(_start_tensorflow, _device, _peak_gpu_bytes)
 
 
 # === Files ===

@@ -170,7 +170,7 @@ def test_isolated_tells_how_a_process_died(program, message):
     ],
 )
 def test_answer_passes_errors_on_in_one_line(tmp_path, monkeypatch, error, expected):
-    def fail(row, load):
+    def fail(row, load, runtime):
         raise error
 
     monkeypatch.setattr(timing, "_measure_row", fail)
@@ -182,12 +182,32 @@ def test_answer_passes_errors_on_in_one_line(tmp_path, monkeypatch, error, expec
 
 def test_answer_keeps_pictures_beside_the_numbers(tmp_path, monkeypatch):
     images = np.arange(12, dtype=np.uint8).reshape(1, 2, 2, 3)
-    monkeypatch.setattr(timing, "_measure_row", lambda row, load: {"images": images, "row": row})
+    monkeypatch.setattr(timing, "_measure_row", lambda row, load, runtime: {"images": images, "row": row})
     request = tmp_path / "request.json"
     request.write_text('{"name": "x"}')
     assert timing.answer(str(request), load=None) == 0
     assert json.loads((tmp_path / "answer.json").read_text()) == {"row": {"name": "x"}}
     assert np.array_equal(np.load(tmp_path / "images.npy"), images)
+
+
+def test_a_worker_needs_no_tensorflow():
+    """Another library's runtime answers with its own facts where TensorFlow, Keras and absl cannot be imported."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("tensorflow", "keras", "absl"))
+from pipeline import timing
+import numpy
+
+def load(row):
+    return lambda lap: (lap("work"), numpy.full((1, 2, 2, 3), row["value"], numpy.uint8))[1]
+
+runtime = timing.Runtime(lambda: None, lambda row: {"flags": row["name"]}, lambda: [])
+raise SystemExit(timing.answer(sys.argv[-1], load, runtime))
+"""
+    answer = isolated(program, name="a", value=3, warmup=0, repeats=2)
+    assert answer["device"] == {"flags": "a"} and answer["peak_gpu_bytes"] == []
+    assert list(answer["samples"]) == ["work", "total"] and len(answer["samples"]["total"]) == 2
+    assert np.array_equal(answer["images"], np.full((1, 2, 2, 3), 3))
 
 
 def test_answer_needs_a_request(tmp_path):
