@@ -186,19 +186,24 @@ def silu(x):
     return x * ops.sigmoid(x)
 
 
+CHUNK_BYTES = 2**27  # of float32 logits, beyond which attention works through its queries in chunks
+
+
 def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False):
     """Scaled dot-product attention, softmax in float32 (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Logits of more than CHUNK_BYTES are never there at once: queries do not see each other, so they go chunk by chunk.
 
     Args:
         query: [N, T, C]; key, value: [N, S, C]; any float dtype.
         num_heads: divides C.
-        mask: bool [T, S], False where attention is forbidden; None allows all.
+        mask: bool [T, S], False where attention is forbidden; None allows all. Not with queries in chunks.
         upcast: multiply queries and keys in float32; some models' products are too large for float16.
 
     Returns:
         [N, T, C] in the dtype of `query`.
     """
-    channels = query.shape[-1]
+    images, length, channels = query.shape
     head_size = channels // num_heads
 
     def split(x):
@@ -208,11 +213,26 @@ def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False
     if upcast:
         query, key = ops.cast(query, "float32"), ops.cast(key, "float32")
     # Scaling the query first keeps float16 logits finite.
-    logits = ops.matmul(split(query * head_size**-0.5), ops.transpose(split(key), (0, 1, 3, 2)))
-    logits = ops.cast(logits, "float32")
-    if mask is not None:
-        # Selection, never 0 * inf: that would be NaN.
-        logits = ops.where(mask, logits, -1e9)
-    weights = ops.cast(ops.softmax(logits, axis=-1), dtype)
-    mixed = ops.transpose(ops.matmul(weights, split(value)), (0, 2, 1, 3))
-    return ops.reshape(mixed, (-1, query.shape[1], channels))
+    queries, keys, values = split(query * head_size**-0.5), ops.transpose(split(key), (0, 1, 3, 2)), split(value)
+
+    def mix(queries):
+        logits = ops.cast(ops.matmul(queries, keys), "float32")
+        if mask is not None:
+            # Selection, never 0 * inf: that would be NaN.
+            logits = ops.where(mask, logits, -1e9)
+        return ops.matmul(ops.cast(ops.softmax(logits, axis=-1), dtype), values)
+
+    rows = length if mask is not None else _rows_per_chunk(length, 4 * (images or 1) * num_heads * key.shape[1])
+    if rows == length:
+        mixed = mix(queries)
+    else:
+        chunks = ops.reshape(queries, (images, num_heads, length // rows, rows, head_size))
+        mixed = ops.map(mix, ops.transpose(chunks, (2, 0, 1, 3, 4)))
+        mixed = ops.reshape(ops.transpose(mixed, (1, 2, 0, 3, 4)), (images, num_heads, length, head_size))
+    return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, length, channels))
+
+
+def _rows_per_chunk(length: int, row_bytes: int) -> int:
+    """The largest divisor of `length` whose logits fit into CHUNK_BYTES, at least 1."""
+    fitting = min(length, CHUNK_BYTES // row_bytes)
+    return next((rows for rows in range(fitting, 0, -1) if length % rows == 0), 1)

@@ -134,15 +134,23 @@ def test_attention_logits_do_not_overflow(dtype):
     )
 
 
-def test_attention_equals_its_definition():
-    query, key, value = normal(2, 5, 12), normal(2, 7, 12, seed=1), normal(2, 7, 12, seed=2)
-    expected = np.zeros((2, 5, 12))
+@pytest.mark.parametrize(("rows", "chunks"), [(6, []), (5, [(2, 3)]), (2, [(3, 2)]), (1, [(6, 1)]), (0, [(6, 1)])])
+def test_attention_equals_its_definition(monkeypatch, rows, chunks):
+    """In one piece and, where there is room for the logits of `rows` of the 6 queries, in chunks of a divisor of 6."""
+    monkeypatch.setattr(layers, "CHUNK_BYTES", rows * 4 * 2 * 3 * 7)
+    found, plain_map = [], ops.map
+    monkeypatch.setattr(
+        ops, "map", lambda function, xs: found.append((xs.shape[0], xs.shape[3])) or plain_map(function, xs)
+    )
+    query, key, value = normal(2, 6, 12), normal(2, 7, 12, seed=1), normal(2, 7, 12, seed=2)
+    expected = np.zeros((2, 6, 12))
     for head in range(3):
         part = slice(4 * head, 4 * head + 4)
         logits = query[..., part].astype("float64") @ key[..., part].transpose(0, 2, 1) / 2.0
         weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         expected[..., part] = weights @ value[..., part]
     np.testing.assert_allclose(layers.attention(query, key, value, num_heads=3), expected, atol=2e-6)
+    assert found == chunks
 
 
 def test_masked_attention_blocks_exactly_the_future():
