@@ -16,6 +16,7 @@ from keras import ops
 
 from models import loop
 from models.config import ExportSpec, ModelConfig, SchedulerConfig, Size, TensorSpec
+from models.text_encoder import weigh
 
 TIME_IDS = "time_ids"  # original height and width, crop's top and left, target height and width
 
@@ -132,18 +133,6 @@ def conditioning(config: ModelConfig, spec: ExportSpec) -> tuple[tuple[TensorSpe
     return tuple(pairs)
 
 
-def weigh(context, weights):
-    """Multiply each token's vector f32[B,T,D] by its weight f32[B,T], keeping each row's mean over all numbers.
-
-    A row whose weights are all 1 is returned as it is, bit for bit.
-    """
-    weighted = context * weights[..., None]
-    before = ops.mean(context, axis=(1, 2), keepdims=True)
-    after = ops.mean(weighted, axis=(1, 2), keepdims=True)
-    unweighted = ops.all(weights == 1.0, axis=1)[:, None, None]
-    return ops.where(unweighted, context, weighted * (before / ops.where(after == 0.0, 1.0, after)))
-
-
 def diffusion_model(
     model,
     config: ModelConfig,
@@ -151,23 +140,28 @@ def diffusion_model(
     ddim: SchedulerConfig,
     alphas_cumprod: np.ndarray,
     share: Share = lambda function: function,
+    prepare: Callable[..., dict] = lambda **told: told,
 ) -> list[Endpoint]:
     """`serving_default`; per size `denoise` (the whole loop), `denoise_unguided` (half the work) and `unet` (one call).
 
     Args:
+        model: function (latent, timestep, **prepared) -> prediction.
         ddim: the checkpoint's schedule with DDIM's own defaults filled in, for `serving_default`.
         alphas_cumprod: float64[num_train_timesteps].
+        prepare: function (**what `conditioning` lists) -> prepared; what it computes is the same at each step.
     """
     made = []
     for size in spec.sizes:
-        run, pure = _loops(model, config, spec, size, share)
+        run, pure = _loops(model, prepare, config, spec, size, share)
         if size == spec.size and _as_published(config, spec):
             made.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
         made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
     return made
 
 
-def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> tuple[Callable, list[Endpoint]]:
+def _loops(
+    model, prepare: Callable, config: ModelConfig, spec: ExportSpec, size: Size, share: Share
+) -> tuple[Callable, list[Endpoint]]:
     """The guided loop as a function of effective guidance, and the pure endpoints of one size."""
     images, steps = spec.num_images, spec.max_steps
     latent = _latent(config, spec, size)
@@ -178,17 +172,18 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
     # A model distilled with guidance is told the scale, and needs no unconditional prediction.
     distilled = config.unet.time_cond_proj_dim is not None
 
-    def unet(latent, timestep, **contexts):
-        return {"prediction": model(latent, timestep, **contexts)}
+    def unet(latent, timestep, **prepared):
+        return {"prediction": model(latent, timestep, **prepared)}
 
     unet = share(unet)
 
     def unguided(state, rows, seed, told):
-        def predict(latent, timestep, **told):
-            return unet(latent=latent, timestep=timestep, **told)["prediction"]
+        def predict(latent, timestep, **prepared):
+            return unet(latent=latent, timestep=timestep, **prepared)["prediction"]
 
         told = {name: (value,) for name, value in told.items()}
-        return dict(zip(STATE, loop.denoise(predict, *state, *rows, None, None, seed, told), strict=True))
+        done = loop.denoise(predict, *state, *rows, None, None, seed, told, prepare)
+        return dict(zip(STATE, done, strict=True))
 
     def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
         state, rows = (latent, memory), (steps, first_step, last_step)
@@ -196,7 +191,7 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
             told = {positive.name: contexts[positive.name] for positive, _ in pairs}
             return unguided(state, rows, seed, told | {"guidance": guidance})
         told = {positive.name: (contexts[positive.name], contexts[negative.name]) for positive, negative in pairs}
-        done = loop.denoise(model, *state, *rows, guidance, guidance_rescale, seed, told)
+        done = loop.denoise(model, *state, *rows, guidance, guidance_rescale, seed, told, prepare)
         return dict(zip(STATE, done, strict=True))
 
     run = share(run)
@@ -214,7 +209,7 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
     def unet_call(latent, timestep, guidance_scale=None, **told):
         if distilled:
             told["guidance"] = guidance_scale - 1.0
-        return unet(latent=latent, timestep=timestep, **told)
+        return unet(latent=latent, timestep=timestep, **prepare(**told))
 
     def rows_fit(first_step, last_step, **_):
         return [

@@ -25,12 +25,24 @@ STATE = 5
 ROW = 4 + STATE * STATE + 2 * STATE
 
 
-def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, conditioning):
+def denoise(
+    unet,
+    latent,
+    memory,
+    steps,
+    first_step,
+    last_step,
+    guidance,
+    guidance_rescale,
+    seed,
+    conditioning,
+    prepare=lambda **conditioning: conditioning,
+):
     """Run rows first_step..last_step-1 of a steps table.
 
     Args:
-        unet: function (latent f32[B,h,w,4], timestep f32[B], **conditioning of B rows) -> prediction f32[B,h,w,4],
-            B = 2N, or N without guidance.
+        unet: function (latent f32[B,h,w,4], timestep f32[B], **prepared) -> prediction f32[B,h,w,4], B = 2N, or N
+            without guidance.
         latent: f32[N,h,w,4], z0. memory: f32[4,N,h,w,4], z1..z4.
         steps: f32[S,39]. first_step, last_step: int32[], 0 <= first <= last <= S; otherwise the result is NaN.
         guidance: f32[N], weight of (conditional - unconditional) added to the conditional prediction:
@@ -39,6 +51,7 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
         guidance_rescale: f32[N] in [0, 1] (Lin et al. 2023, arXiv:2305.08891, section 3.4); None with no guidance.
         seed: int32[N,2], low and high word of each image's seed; used by rows with noise.
         conditioning: {name: (conditional, unconditional)}, each [N, ...]; with no guidance {name: (conditional,)}.
+        prepare: function (**conditioning of B rows) -> prepared; it runs once, before the loop.
 
     Returns:
         latent, memory, denoised f32[N,h,w,4] (the last row's estimate of the clean latent).
@@ -49,13 +62,13 @@ def denoise(unet, latent, memory, steps, first_step, last_step, guidance, guidan
     latent = ops.where(in_range, latent, math.nan)
     # Clamped so that the gather stays inside the table whatever the caller asked for.
     start, stop = ops.maximum(first_step, 0), ops.minimum(last_step, total)
-    conditioning = {name: ops.concatenate(halves, axis=0) for name, halves in conditioning.items()}
+    prepared = prepare(**{name: ops.concatenate(halves, axis=0) for name, halves in conditioning.items()})
 
     def predict(z0, timestep, g):
         if guidance is None:
-            return unet(z0, ops.broadcast_to(timestep, z0.shape[:1]), **conditioning)
+            return unet(z0, ops.broadcast_to(timestep, z0.shape[:1]), **prepared)
         timesteps = ops.broadcast_to(timestep, (2 * z0.shape[0],))
-        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **conditioning)
+        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **prepared)
         conditional, unconditional = ops.split(out, 2, axis=0)
         # guidance 0 leaves exactly the conditional prediction.
         out = conditional + g * ops.reshape(guidance, (-1, 1, 1, 1)) * (conditional - unconditional)

@@ -72,3 +72,15 @@ class EncoderLayer(Layer):
         y = self.layer_norm1(x)
         x = x + self.out_proj(attention(self.q_proj(y), self.k_proj(y), self.v_proj(y), self.num_heads, mask))
         return x + self.fc2(self.activation(self.fc1(self.layer_norm2(x))))
+
+
+def weigh(context, weights):
+    """Multiply each token's vector f32[B,T,D] by its weight f32[B,T], keeping each row's mean over all numbers.
+
+    A row whose weights are all 1 is returned as it is, bit for bit.
+    """
+    weighted = context * weights[..., None]
+    before = ops.mean(context, axis=(1, 2), keepdims=True)
+    after = ops.mean(weighted, axis=(1, 2), keepdims=True)
+    unweighted = ops.all(weights == 1.0, axis=1)[:, None, None]
+    return ops.where(unweighted, context, weighted * (before / ops.where(after == 0.0, 1.0, after)))

@@ -69,16 +69,31 @@ class UNet(Layer):
         self.conv_norm_out = GroupNorm("conv_norm_out", channels[0], c.norm_num_groups, c.norm_eps, dtype)
         self.conv_out = Conv2D("conv_out", channels[0], c.out_channels, dtype)
 
-    def call(self, latent, timestep, context, pooled=None, time_ids=None, guidance=None):
-        time = silu(self.embedding(timestep, pooled, time_ids, guidance))
+    def call(self, latent, timestep, context, **told):
+        return self.predict(latent, timestep, **self.prepare(context, **told))
+
+    def prepare(self, context, **told):
+        """What `predict` is told: keys and values of the context, the same at each step, in the place of the context.
+
+        Returns:
+            {"keys_values": {name of a cross-attention: (key, value), each [N, T, C]}, **told}.
+        """
         context = ops.cast(context, self.dtype)
+        blocks = (*self.down_blocks, self.mid_block, *self.up_blocks)
+        transformers = [transformer for block in blocks for transformer in block.attentions]
+        crossed = [block.attn2 for transformer in transformers for block in transformer.transformer_blocks]
+        return {"keys_values": {attention.name: attention.keys_values(context) for attention in crossed}, **told}
+
+    def predict(self, latent, timestep, keys_values, pooled=None, time_ids=None, guidance=None):
+        """One call with what `prepare` made of the context."""
+        time = silu(self.embedding(timestep, pooled, time_ids, guidance))
 
         # Down: every layer's output is kept for the way up.
         x = self.conv_in(ops.cast(latent, self.dtype))
         skips = [x]
         for block in self.down_blocks:
             for layer in range(len(block.resnets)):
-                x = block(x, time, context, layer=layer)
+                x = block(x, time, keys_values, layer=layer)
                 skips.append(x)
             if block.resample is not None:
                 x = block.resample(x)
@@ -86,13 +101,13 @@ class UNet(Layer):
 
         # Middle: resnet, transformer, resnet.
         x = self.mid_block.resnets[0](x, time)
-        x = self.mid_block.attentions[0](x, context)
+        x = self.mid_block.attentions[0](x, keys_values)
         x = self.mid_block.resnets[1](x, time)
 
         # Up: each layer also sees what the way down left at its size.
         for block in self.up_blocks:
             for layer in range(len(block.resnets)):
-                x = block(ops.concatenate([x, skips.pop()], axis=-1), time, context, layer=layer)
+                x = block(ops.concatenate([x, skips.pop()], axis=-1), time, keys_values, layer=layer)
             if block.resample is not None:
                 x = block.resample(x, size=skips[-1].shape[1:3])
 
@@ -164,13 +179,13 @@ class Block(Layer):
         elif resample == "up":
             self.resample = Upsample(f"{name}.upsamplers.0", outputs, dtype)
 
-    def call(self, x, time, context, layer: int):
+    def call(self, x, time, keys_values, layer: int):
         x = self.resnets[layer](x, time)
-        return self.attentions[layer](x, context) if self.attentions else x
+        return self.attentions[layer](x, keys_values) if self.attentions else x
 
 
 class Transformer(Layer):
-    """Pixels as tokens: [N, H, W, C] attends to itself and to context [N, T, D]; added to its input."""
+    """Pixels as tokens: [N, H, W, C] attends to itself and to the context's keys and values; added to its input."""
 
     def __init__(self, name: str, config: UNetConfig, channels: int, depth: int, num_heads: int, dtype: str):
         super().__init__(name, dtype)
@@ -183,11 +198,11 @@ class Transformer(Layer):
         ]
         self.proj_out = Dense(f"{name}.proj_out", channels, channels, dtype)
 
-    def call(self, x, context):
+    def call(self, x, keys_values):
         _, height, width, channels = x.shape
         y = self.proj_in(ops.reshape(self.norm(x), (-1, height * width, channels)))
         for block in self.transformer_blocks:
-            y = block(y, context)
+            y = block(y, *keys_values[block.attn2.name])
         return x + ops.reshape(self.proj_out(y), (-1, height, width, channels))
 
 
@@ -206,17 +221,17 @@ class TransformerBlock(Layer):
         self.proj = Dense(f"{name}.ff.net.0.proj", channels, 8 * channels, dtype)
         self.out = Dense(f"{name}.ff.net.2", 4 * channels, channels, dtype)
 
-    def call(self, x, context):
+    def call(self, x, key, value):
         y = self.norm1(x)
-        x = x + self.attn1(y, y)
-        x = x + self.attn2(self.norm2(x), context)
+        x = x + self.attn1(y, *self.attn1.keys_values(y))
+        x = x + self.attn2(self.norm2(x), key, value)
         # GEGLU (Shazeer 2020, arXiv:2002.05202).
         value, gate = ops.split(self.proj(self.norm3(x)), 2, axis=-1)
         return x + self.out(value * ops.gelu(gate, approximate=self.approximate))
 
 
 class CrossAttention(Layer):
-    """Multi-head attention of x [N, T, C] over context [N, S, D]."""
+    """Multi-head attention of x [N, T, C] over the keys and values [N, S, C] of a context [N, S, D]."""
 
     def __init__(self, name: str, channels: int, context_channels: int, num_heads: int, upcast: bool, dtype: str):
         super().__init__(name, dtype)
@@ -226,9 +241,11 @@ class CrossAttention(Layer):
         self.to_v = Dense(f"{name}.to_v", context_channels, channels, dtype, use_bias=False)
         self.to_out = Dense(f"{name}.to_out.0", channels, channels, dtype)
 
-    def call(self, x, context):
-        query, key, value = self.to_q(x), self.to_k(context), self.to_v(context)
-        return self.to_out(attention(query, key, value, self.num_heads, upcast=self.upcast))
+    def keys_values(self, context):
+        return self.to_k(context), self.to_v(context)
+
+    def call(self, x, key, value):
+        return self.to_out(attention(self.to_q(x), key, value, self.num_heads, upcast=self.upcast))
 
 
 def sinusoidal(values, width: int, freq_shift: int, cosine_first: bool):

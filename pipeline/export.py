@@ -193,7 +193,9 @@ def _parts(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) 
         _fill(source, "unet", [model])
         schedule = schedules.alphas_cumprod(config.scheduler)
         ddim = samplers.resolved("ddim", config.scheduler)
-        return _variables(model), endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
+        return _variables(model), endpoints.diffusion_model(
+            model.predict, config, spec, ddim, schedule, _share, model.prepare
+        )
 
     def build_decoder():
         model = vae.VAEDecoder(config.vae, dtype)

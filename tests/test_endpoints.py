@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from models import endpoints, loop
+from models import endpoints, loop, text_encoder
 from models.config import ExportSpec
 from models.families import FAMILIES, kerascv_numerics
 from pipeline import samplers, schedules
@@ -129,9 +129,9 @@ def test_weights_of_one_change_nothing():
     """Bit for bit, row by row; otherwise each vector is multiplied and the row's mean restored."""
     context = normal(3, 77, 8) + 0.1
     weights = np.ones((3, 77), "float32")
-    np.testing.assert_array_equal(endpoints.weigh(context, weights), context)
+    np.testing.assert_array_equal(text_encoder.weigh(context, weights), context)
     weights[1, 5] = 1.5
-    found = endpoints.weigh(context, weights).numpy()
+    found = text_encoder.weigh(context, weights).numpy()
     np.testing.assert_array_equal(found[[0, 2]], context[[0, 2]])
     expected = context[1].astype("float64") * weights[1][:, None]
     expected *= context[1].mean(dtype="float64") / expected.mean()
@@ -141,7 +141,7 @@ def test_weights_of_one_change_nothing():
 
 def test_weights_that_leave_no_mean_give_no_nan():
     """Zero weights make a zero mean."""
-    assert np.isfinite(endpoints.weigh(normal(1, 77, 8), np.zeros((1, 77), "float32"))).all()
+    assert np.isfinite(text_encoder.weigh(normal(1, 77, 8), np.zeros((1, 77), "float32"))).all()
 
 
 # === UNet ===
@@ -184,6 +184,22 @@ def test_the_published_signature_runs_the_same_loop(diffusion, num_steps, scale)
     )["latent"]
     np.testing.assert_array_equal(found, expected)
     assert [spec.name for spec in diffusion["serving_default"].drawn] == ["latent"]
+
+
+def test_what_does_not_change_is_computed_once(diffusion):
+    """`prepare` runs before the loop, on both halves at once, and what it returns is what the UNet is told."""
+    prepared = []
+
+    def doubled(context):
+        prepared.append(context.shape)
+        return {"context": 2 * context}
+
+    made = by_name(endpoints.diffusion_model(predict, SD1, SPEC, scheduler(), ALPHAS, prepare=doubled))
+    inputs = denoise_inputs(3, 7.5)
+    found = made["denoise"].function(**inputs)["latent"]
+    assert prepared == [(8, 77, 768)]
+    expected = diffusion["denoise"].function(**inputs | {name: 2 * value for name, value in contexts().items()})
+    np.testing.assert_array_equal(found, expected["latent"])
 
 
 def test_scales_below_one(diffusion):

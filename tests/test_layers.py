@@ -117,7 +117,7 @@ def test_gelu_of_the_gated_layer(name):
         layer.kernel.assign(np.zeros(layer.kernel.shape))
     block.proj.bias.assign([10, 0, 0, 0, 2.7, 5, 5, 5])  # values, then gates
     block.out.kernel.assign(np.ones((4, 1)))
-    y = block(np.zeros((1, 2, 1), "float32"), np.zeros((1, 2, UNET.cross_attention_dim), "float32"))
+    y = block(*[np.zeros((1, 2, 1), "float32")] * 3)
     assert float(y[0, 0, 0]) == pytest.approx(10 * GELU[name][1], abs=1e-5)
 
 
