@@ -40,7 +40,7 @@ WITHOUT_TENSORFLOW = {
     ),
     *("pipeline.serving.status", "pipeline.serving.check", "pipeline.serving.files"),
     *("models.files", "pipeline.hub", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"),
-    *("pipeline.precision", "models.kerascv_h5"),
+    *("pipeline.precision", "models.kerascv_h5", "pipeline.compile_cache", "pipeline.warm", "pipeline.roofline"),
 }
 # The only doors into the networks; everything else sees the plain data of models.config and models.families.
 USERS_OF_MODELS = {"pipeline.export", "pipeline.sources", "pipeline.locate", "pipeline.pickles", "pipeline.other_vae"}
