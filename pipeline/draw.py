@@ -10,7 +10,7 @@ from absl import flags
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import cli, generate, images, manifest, noise, pictures, samplers
+from pipeline import cli, compile_cache, generate, images, manifest, noise, pictures, samplers
 from pipeline.manifest import Functions, Manifest
 from pipeline.schedules import Options
 from pipeline.settings import Settings, settings, table
@@ -79,6 +79,8 @@ def _functions(contract: Manifest, size) -> Functions:
         from pipeline import serving
 
         return serving.remote(FLAGS.server, contract, timeout=FLAGS.timeout, **compiled, **place)
+    if FLAGS.jit_compile:
+        compile_cache.start(compile_cache.folder(FLAGS.compile_cache), contract.export_id)
     cli.import_tensorflow()
     from pipeline import load
 

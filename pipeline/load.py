@@ -1,4 +1,16 @@
-"""An export on disk to functions that run: reload, check, compile with XLA where asked."""
+"""An export on disk to functions that run: reload, check, compile with XLA where asked.
+
+    python -m pipeline.load --warm DIR --models exports/emoji
+
+compiles ahead of time into a folder for --compile_cache, to be shipped with an image of the same kind of machine.
+"""
+
+if __name__ == "__main__":
+    # Here, because the cache must be named before TensorFlow, which is imported below, starts.
+    from pipeline import cli, warm
+
+    warm.define_flags()
+    cli.run(warm.main)
 
 import logging
 import os
@@ -6,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 from models.config import InputError, TensorSpec
 from pipeline import arrays, manifest
+from pipeline.compile_cache import start, started
 from pipeline.manifest import (
     DEFAULT_JIT_COMPONENTS,
     JIT_COMPONENTS,
@@ -20,6 +34,7 @@ from pipeline.manifest import (
 
 # Platforms whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
 PLATFORMS_WITHOUT_XLA = ("METAL", "DML")
+NAME_GRID = 1 << 16  # see `_align_names`
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +47,7 @@ def local(
     verify: bool = True,
     width: int | None = None,
     height: int | None = None,
+    compile_cache: Path | str | None = None,
 ) -> Functions:
     """Load an export as the functions of a picture.
 
@@ -42,6 +58,8 @@ def local(
         version: None takes the newest.
         verify: check every file's sha256 first.
         width, height: pixels, of an export with several sizes; None takes its first one.
+        compile_cache: the folder that `pipeline.compile_cache.start` was given before TensorFlow was imported; where
+            that was not done, one line says that it is too late.
 
     Raises:
         InputError: no such export or version, a damaged file, an unknown component.
@@ -50,11 +68,14 @@ def local(
     contract = manifest.read(folder, version)
     if verify:
         manifest.verify(contract)
+    if compile_cache is not None and jit_compile and not started():
+        start(Path(compile_cache), contract.export_id)  # says that it is too late
     prepare_device()
     size = manifest.pick_size(contract, width, height)
     compiled = {name for component in jit_components for name in JIT_COMPONENTS[component]} if jit_compile else set()
     found = {name: chain_signature(contract.spec, name, size) for name in manifest.function_names(contract)}
-    loaded = {part: load_part(contract, part) for part in {part for part, _ in found.values()}}
+    # In the same order in every process, see `_align_names`.
+    loaded = {part: load_part(contract, part) for part in dict.fromkeys(part for part, _ in found.values())}
     functions = {
         name: function(contract, part, signature, name in compiled, loaded[part])
         for name, (part, signature) in found.items()
@@ -86,6 +107,7 @@ def function(contract: Manifest, part: str, name: str, jit_compile: bool = False
         name, compile_here = twin, False
     concrete = loaded.signatures[name]
     _check_signature(contract, part, name, concrete)
+    _align_names()
     run = concrete
     if compile_here:
         specs = {spec.name: tf.TensorSpec(spec.shape, spec.dtype, spec.name) for spec in described.inputs}
@@ -104,10 +126,20 @@ def function(contract: Manifest, part: str, name: str, jit_compile: bool = False
 def load_part(contract: Manifest, part: str):
     """One SavedModel of an export, with its variables. Raises InputError when it cannot be loaded."""
     path = contract.path(part)
+    _align_names()
     try:
         return tf.saved_model.load(str(path))
     except (OSError, tf.errors.OpError, ValueError) as error:
         raise InputError(f"{path}: cannot be loaded as a SavedModel ({str(error).splitlines()[0]})") from error
+
+
+def _align_names() -> None:
+    """Give what is made next the same names in every process, so that XLA's persistent cache knows it again.
+
+    TensorFlow ends the names of functions with a count of all that was made before; this moves it to a round number.
+    """
+    while ops.uid() % NAME_GRID:
+        pass
 
 
 def to_tensors(specs: tuple[TensorSpec, ...], inputs: dict, where: str) -> dict[str, tf.Tensor]:

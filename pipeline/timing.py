@@ -127,7 +127,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 def machine() -> dict:
     """CPU, GPUs, memory, load average and the environment variables of `ENVIRONMENT`; None for what is not known."""
-    information = _cpu_information()
+    information = cpu_information()
     flags = information.get("flags", "").split()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
@@ -138,13 +138,13 @@ def machine() -> dict:
         "usable_cores": usable,
         "cpu_flags": {name: name in flags for name in CPU_FLAGS} if flags else None,
         "memory_bytes": pages,
-        "gpus": _nvidia_gpus(),
+        "gpus": nvidia_gpus(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
     }
 
 
-def _cpu_information() -> dict[str, str]:
+def cpu_information() -> dict[str, str]:
     """The first processor of /proc/cpuinfo; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -154,7 +154,7 @@ def _cpu_information() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _nvidia_gpus() -> list[str]:
+def nvidia_gpus() -> list[str]:
     """Name, driver and memory of each NVIDIA card, as nvidia-smi tells; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -209,7 +209,8 @@ def isolated(command: list[str], request: dict) -> dict:
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         file = Path(folder) / "request.json"
-        file.write_text(json.dumps(request))
+        # The clock is the system's, so the process can tell how long it took to start.
+        file.write_text(json.dumps(request | {"started": time.perf_counter()}))
         peak = None
         with subprocess.Popen([*command, str(file)], stdout=subprocess.DEVNULL) as process:
             try:
@@ -273,7 +274,7 @@ def answer(request_file: str, load: Callable[[dict], Callable[[Lap], object]], r
 
 def _measure_row(row: dict, load: Callable[[dict], Callable[[Lap], object]], runtime: Runtime) -> dict:
     """Load and time one row."""
-    start = time.perf_counter()
+    start = row.get("started", time.perf_counter())
     runtime.start()
     imported = time.perf_counter()
     draw = load(row)
@@ -284,7 +285,7 @@ def _measure_row(row: dict, load: Callable[[dict], Callable[[Lap], object]], run
         measured = measure(draw, row["warmup"], row["repeats"], progress.update)
     images = np.asarray(measured.result)
     return {
-        "import_seconds": imported - start,
+        "import_seconds": imported - start,  # from the start of the process
         "load_seconds": loaded - imported,
         "first": measured.first,
         "samples": measured.samples,

@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from models.config import InputError
-from pipeline import cli
+from pipeline import cli, compile_cache, manifest
 
 FLAGS = flags.FLAGS
 # (name, default, what it does, bounds). The binary's have its names and, address and REST's port apart, its defaults.
@@ -28,6 +28,7 @@ OPTIONS = (
     ("xla", False, "Allow XLA functions; the next two, which are the binary's, do the same."),
     ("xla_cpu_compilation_enabled", False, "Allow XLA functions."),
     ("xla_gpu_compilation_enabled", False, "Allow XLA functions."),
+    ("compile_cache", "default", f"Of an export: {compile_cache.HELP[0].lower()}{compile_cache.HELP[1:]}"),
     ("max_running", 1, "Runs on the device at a time.", 1),
     ("max_queued", 16, "Requests that may wait; more get RESOURCE_EXHAUSTED or 429.", 0),
     ("max_request_mib", 64, "Most MiB of a request, and of each tensor in it.", 1, 2047),
@@ -111,6 +112,10 @@ def main(argv):
     for name in (*IGNORED_SWITCHES, *IGNORED_VALUES):
         if FLAGS[name].present:
             logging.getLogger("pipeline").info("--%s has no effect here", name)
+    if argv[1:] and (FLAGS.xla or FLAGS.xla_cpu_compilation_enabled or FLAGS.xla_gpu_compilation_enabled):
+        # Versions to come may be added to this one's programs: TensorFlow tells them apart.
+        export_id = manifest.read(argv[1]).export_id
+        compile_cache.start(compile_cache.folder(FLAGS.compile_cache), export_id)
     cli.import_tensorflow()
     try:
         from pipeline.serving import server
