@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import importlib.util
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,9 +18,22 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from models.config import InputError, Size
+from models.config import DTYPES, InputError, Size
 from models.families import FAMILIES, kerascv_numerics
-from pipeline import cli, generate, kerascv, load_test, manifest, noise, report, samplers, serving, timing, tokenizer
+from pipeline import (
+    cli,
+    generate,
+    kerascv,
+    load_test,
+    manifest,
+    noise,
+    report,
+    roofline,
+    samplers,
+    serving,
+    timing,
+    tokenizer,
+)
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent
@@ -41,6 +55,9 @@ def main(argv):
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
     if FLAGS.worker:
         return timing.answer(FLAGS.worker, load_export)
+    check_estimate_flags()
+    if FLAGS.estimate:
+        return print_estimates()
     check_flags()
     cli.set_flags_before_tensorflow(FLAGS.xla_flags, FLAGS.tf_xla_flags)
     rows = plan()
@@ -67,6 +84,45 @@ def main(argv):
     if FLAGS.plot and any("stages" in row for row in result["rows"]):
         report.plot(result, FLAGS.plot)
     return int(any("error" in row for row in result["rows"]))
+
+
+def check_estimate_flags() -> None:
+    """Refuse flags of --estimate without it, and beside it what is for measuring."""
+    if not FLAGS.estimate:
+        for name in roofline.FLAGS:
+            if FLAGS[name].value is not None:
+                raise InputError(f"--{name} is for --estimate only; what is measured is an export or KerasCV")
+        return
+    for name in FLAGS.get_key_flags_for_module(sys.argv[0]):
+        if name.present and name.name not in roofline.USED:
+            raise InputError(f"--{name.name} is for measuring; --estimate takes {', '.join(sorted(roofline.USED))}")
+    if FLAGS.family and FLAGS["models"].present:
+        raise InputError("--family and --models: give one or the other; --family needs no export")
+    for name in ("dtype", "images_per_prompt"):
+        if FLAGS[name].value is not None and not FLAGS.family:
+            raise InputError(f"--{name} goes with --family; an export has its own")
+    if not FLAGS.family and not FLAGS.models:
+        raise InputError("nothing to estimate: expected --models EXPORT[,EXPORT...] or --family")
+    timing.check_writable("--json", FLAGS.json)
+
+
+def print_estimates() -> None:
+    """Count, predict, print; nothing is measured."""
+    # Counting needs no card, and whoever uses it shall keep it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    cli.import_tensorflow()
+    if FLAGS.family:
+        side = FAMILIES[FLAGS.family].default_size
+        size = Size(FLAGS.width or side, FLAGS.height or side)
+        given = (size, FLAGS.images_per_prompt or 1, FLAGS.dtype or "float32", FLAGS.num_steps)
+        works = [roofline.of_family(FLAGS.family, *given)]
+    else:
+        given = (FLAGS.width, FLAGS.height, FLAGS.num_steps)
+        works = [roofline.of_export(manifest.read(name), *given) for name in FLAGS.models]
+    found = [roofline.estimate(work, FLAGS.tf32) for work in works]
+    if FLAGS.json:
+        timing.write_json(FLAGS.json, {"command": sys.argv, **timing.software(ROOT), "estimates": found})
+    print(roofline.text(found))
 
 
 def check_flags() -> None:
@@ -307,5 +363,11 @@ if __name__ == "__main__":
     for name in ("height", "width"):
         help_text = f"{name.capitalize()} in pixels. Default: the export's first size; KerasCV: the first export's."
         flags.DEFINE_integer(name, None, help_text, lower_bound=1)
+    flags.DEFINE_bool(
+        "estimate", False, "Measure nothing: count FLOPs, bytes and memory, and predict times on devices."
+    )
+    flags.DEFINE_enum("family", None, list(FAMILIES), "What --estimate counts where there is no export.")
+    flags.DEFINE_enum("dtype", None, DTYPES, "With --family: type of its weights. Default: float32.")
+    flags.DEFINE_integer("images_per_prompt", None, "With --family: images per call. Default: 1.", lower_bound=1)
     flags.DEFINE_string("worker", None, "Internal: measure the one row that this file describes.")
     cli.run(main)
