@@ -22,6 +22,7 @@ from models.config import DTYPES, InputError, Size
 from models.families import FAMILIES, kerascv_numerics
 from pipeline import (
     cli,
+    compile_cache,
     generate,
     kerascv,
     load_test,
@@ -54,7 +55,7 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
     if FLAGS.worker:
-        return timing.answer(FLAGS.worker, load_export)
+        return timing.answer(FLAGS.worker, load_export, compile_cache.runtime(FLAGS.worker))
     check_estimate_flags()
     if FLAGS.estimate:
         return print_estimates()
@@ -156,6 +157,8 @@ def plan() -> list[dict]:
     if FLAGS.server:
         workloads = [each for workload in workloads for each in with_server(workload)]
     common = {name: FLAGS[name].value for name in ("prompt", "seed", "warmup", "repeats", "tf32")}
+    cache = compile_cache.folder(FLAGS.compile_cache)
+    common["compile_cache"] = cache and str(cache)
     return [
         {"name": f"{workload['of']} {'XLA' if jit else 'plain'}", "jit_compile": jit, **workload, **common}
         for workload in workloads
@@ -359,6 +362,7 @@ if __name__ == "__main__":
     flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)
     flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")
+    flags.DEFINE_string("compile_cache", "off", "Folder for what XLA compiled. Default: none, compiling is measured.")
     flags.DEFINE_bool("random_weights", False, "KerasCV with seeded random weights: for timing without a download.")
     for name in ("height", "width"):
         help_text = f"{name.capitalize()} in pixels. Default: the export's first size; KerasCV: the first export's."

@@ -310,7 +310,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    from pipeline import cli, draw
+    from pipeline import cli, compile_cache, draw
 
     flags.DEFINE_string("models", "exports/emoji", "Export to draw with; made by serialize_savedmodels.py.")
     flags.DEFINE_multi_string("negative_prompt", [], "What not to draw: once for all prompts, or once per prompt.")
@@ -338,6 +338,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")
     flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
+    flags.DEFINE_string("compile_cache", "default", compile_cache.HELP)
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")
     flags.DEFINE_string(

@@ -44,6 +44,7 @@ def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: 
         "stages": stages,
         "first": good[0]["first"],
         "load_seconds": good[0]["load_seconds"],
+        "cold_start": cold_start(good[0], stages[TOTAL]["p50"]),
         "seconds_per_step": stages["diffusion"]["p50"] / row["settings"]["num_steps"],
         "images_per_second": images_per_second,
         "cores_busy": float(np.mean([answer["cores_busy"] for answer in good])),
@@ -64,6 +65,20 @@ def plain(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
         if row["jit_compile"] and not other["jit_compile"] and other["of"] == row["of"] and "images" in answer
     ]
     return drawn[0] if drawn else None
+
+
+def cold_start(answer: dict, warm: float) -> dict[str, float]:
+    """Seconds from the start of a process to its first picture, in parts that add up to total.
+
+    Args:
+        answer: of `timing.isolated`. warm: median seconds of a call that compiles nothing; what the first took longer
+            is compile, which includes tracing and the first touch of the weights.
+    """
+    first = answer["first"][TOTAL]
+    compiling = max(first - warm, 0.0)
+    parts = {"import": answer["import_seconds"], "load": answer["load_seconds"], "compile": compiling}
+    parts["run"] = first - compiling
+    return {**parts, TOTAL: sum(parts.values())}
 
 
 def _largest(answers: list[dict], name: str) -> int | None:
@@ -88,6 +103,8 @@ def text(result: dict) -> str:
             *table(_stage_cells(rows), left=(0, 1)),
             "",
             *table(_row_cells(rows), left=(0, len(_row_cells(rows)[0]) - 1)),
+            "",
+            *table(_cold_cells(rows), left=(0, 6)),
             "",
         ]
     lines += notes(result)
@@ -122,6 +139,15 @@ def _row_cells(rows: list[dict]) -> list[list[str]]:
                 f"{size}; {chosen['sampler']} {chosen['num_steps']} steps, guidance {chosen['guidance_scale']:g}",
             ]
         )
+    return cells
+
+
+def _cold_cells(rows: list[dict]) -> list[list[str]]:
+    cells = [["cold start", "import s", "load s", "compile s", "run s", "first picture s", "compile cache"]]
+    for row in rows:
+        found = row["rounds"][0].get("device", {}).get("compile_cache")
+        cache = "none" if found is None else f"{found} programs found"
+        cells.append([label(row), *map(number, row["cold_start"].values()), cache])
     return cells
 
 

@@ -147,7 +147,7 @@ def answer(total, images=None):
     return {
         "samples": stages,
         "first": {stage: 99.0 for stage in stages},
-        "load_seconds": 7.0,
+        **{"import_seconds": 3.0, "load_seconds": 7.0},
         "cores_busy": 1.5,
         "peak_rss_bytes": 3_000_000,
         "peak_anonymous_bytes": None,
@@ -180,6 +180,8 @@ def test_pooled_numbers():
     assert entry["images_per_dollar"] == 1000.0
     assert entry["first"]["total"] == 99.0 and entry["peak_rss_bytes"] == 3_000_000
     assert entry["peak_anonymous_bytes"] is None
+    # The first call took 99 s, a warm one 4: the rest is compiling.
+    assert entry["cold_start"] == {"import": 3.0, "load": 7.0, "compile": 95.0, "run": 4.0, "total": 109.0}
     assert [r["samples"]["total"] for r in entry["rounds"]] == [[2.0, 4.0], [6.0]]
     json.dumps(entry)
     assert "images_per_dollar" not in report.pooled(row("a"), [answer([2.0])], None)
