@@ -2,17 +2,32 @@
 # make test    style and tests, offline after the packages are installed
 # make parity FAMILY=sd1|sd2|sdxl
 #              compare with diffusers at full size (about an hour on two cores)
-# make bench   time the embedded checkpoint, with and without XLA
+# make bench   time the embedded checkpoint beside diffusers and OpenVINO: build/bench/emoji.{json,md,png}
+#              CHECKPOINT=FOLDER [SIZES=512x512,768x512] [BENCH_FLAGS="--num_steps 20"]: another one
+#              FULL=1: then also the full-size model of FAMILY, beside KerasCV too (hours on two cores)
+# make peers   only the environments of diffusers and OpenVINO
 # Each builds its own virtual environment first.
 
 PYTHON ?= python3.11
 FAMILY ?= sd1
+CHECKPOINT ?= checkpoints/emoji
+SIZES ?=
+FULL ?=
+FULL_SIZES ?= 256x256,512x512
+FULL_FLAGS ?= --num_steps 20 --guidance_scale 7.5 --warmup 0 --repeats 2 --rounds 2
+BENCH_FLAGS ?= --repeats 3 --rounds 2
+# bfloat16 where the processor has it
+DTYPES ?= float32 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16)
 PROMPT ?=
 PROMPTS = "a red apple on a blue background" "a panda on a red background" "sunflower, purple background" \
 	"laughing face with tears on black" "an owl" "a fox on a green background" "a slice of pizza on a gray background" \
 	"octopus on a yellow background"
 
-.PHONY: run test parity bench clean
+comma := ,
+BENCH = build/bench/$(notdir $(CHECKPOINT))$(if $(SIZES),-$(subst $(comma),-,$(SIZES)))
+BENCH_EXPORTS = $(DTYPES:%=$(BENCH)-%)
+
+.PHONY: run test parity peers bench bench-table clean
 
 run: .venv/run.stamp
 	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
@@ -23,9 +38,28 @@ test: .venv/test.stamp
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest tests -n 2 --dist loadfile
 
-bench: .venv/run.stamp
-	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
-	.venv/bin/python benchmark.py --models exports/emoji
+bench: .venv/test.stamp peers
+	$(MAKE) bench-table
+	$(if $(FULL),$(MAKE) build/bench/$(FAMILY)/model_index.json)
+	$(if $(FULL),$(MAKE) bench-table CHECKPOINT=build/bench/$(FAMILY) SIZES=$(FULL_SIZES) \
+		BENCH_FLAGS="$(FULL_FLAGS) $(if $(filter sd1,$(FAMILY)),--kerascv --random_weights)")
+
+bench-table: $(BENCH_EXPORTS:%=%/manifests/1.json)
+	.venv/bin/python benchmark.py --models $(subst $() ,$(comma),$(strip $(BENCH_EXPORTS))) --all_sizes --sampler ddim \
+		--peers diffusers,openvino --checkpoint $(CHECKPOINT) $(BENCH_FLAGS) \
+		--json $(BENCH).json --markdown $(BENCH).md --plot $(BENCH).png
+
+# Anew whenever what is exported may have changed.
+$(BENCH)-%/manifests/1.json: $(wildcard models/*.py) pipeline/export.py
+	rm -rf $(BENCH)-$*
+	.venv/bin/python serialize_savedmodels.py --checkpoint $(CHECKPOINT) --output_dir $(BENCH)-$* --dtype $* \
+		$(if $(SIZES),--sizes $(SIZES))
+
+build/bench/$(FAMILY)/model_index.json:
+	.venv-peers/bin/python tests/peers/write_checkpoint.py build/bench/$(FAMILY) --family $(FAMILY) \
+		--tokenizer checkpoints/emoji/tokenizer
+
+peers: .venv-peers/run.stamp .venv-openvino/run.stamp
 
 parity: .venv/test.stamp .venv-peers/run.stamp
 	.venv/bin/python tests/parity.py --peers .venv-peers/bin/python --family $(FAMILY)
@@ -46,5 +80,13 @@ parity: .venv/test.stamp .venv-peers/run.stamp
 	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
 	touch $@
 
+# It sees the packages of .venv-peers behind its own: torch and diffusers once, in one version.
+.venv-openvino/run.stamp: tests/peers/openvino-requirements.txt .venv-peers/run.stamp
+	$(PYTHON) -m venv .venv-openvino
+	.venv-openvino/bin/python -m pip install --quiet -r tests/peers/openvino-requirements.txt
+	.venv-peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$(.venv-openvino/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/peers.pth"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-peers exports outputs
+	rm -rf .venv .venv-peers .venv-openvino exports outputs build/bench build/peers

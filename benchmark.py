@@ -24,10 +24,11 @@ from pipeline import (
     cli,
     compile_cache,
     generate,
-    kerascv,
     load_test,
     manifest,
+    markdown,
     noise,
+    peers,
     report,
     roofline,
     samplers,
@@ -44,10 +45,7 @@ WORKERS = {
     "kerascv": [sys.executable, str(ROOT / "tests" / "peers" / "kerascv.py")],
 }
 JIT_COMPONENTS = ("text_encoder", "unet", "decoder")
-CALL_PATHS = {
-    "export": "encode, denoise and decode of pipeline.load.local, the whole loop in one call",
-    "kerascv": "StableDiffusion.text_to_image of keras_cv, two UNet calls from Python per step",
-}
+CALL_PATH = "encode, denoise and decode of pipeline.load.local, the whole loop in one call"
 log = logging.getLogger(__name__)
 
 
@@ -70,6 +68,7 @@ def main(argv):
         "order": report.order(len(rows), FLAGS.rounds),
         "rows": [],
     }
+    peers.prepare(rows)
     try:
         measure_rows(rows, result, FLAGS.json, FLAGS.price_per_hour)
         if FLAGS.clients:
@@ -82,6 +81,8 @@ def main(argv):
         lines = load_test.overhead(result["rows"])
         lines += load_test.text(result["load"], rows[0]["images"]) if "load" in result else []
         print("\n".join(lines))
+    if FLAGS.markdown:
+        markdown.write(result, FLAGS.markdown)
     if FLAGS.plot and any("stages" in row for row in result["rows"]):
         report.plot(result, FLAGS.plot)
     return int(any("error" in row for row in result["rows"]))
@@ -135,6 +136,10 @@ def check_flags() -> None:
     if not FLAGS.jit_components or not set(FLAGS.jit_components) <= set(JIT_COMPONENTS):
         found = ",".join(FLAGS.jit_components)
         raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
+    if FLAGS.peers and not FLAGS.models:
+        raise InputError("--peers are asked for what an export is asked for: pass --models EXPORT")
+    if FLAGS.all_sizes and (FLAGS.height or FLAGS.width):
+        raise InputError("--all_sizes and --height/--width: give one or the other")
     if FLAGS.clients and not FLAGS.server:
         raise InputError("--clients needs a server to ask: --server grpc://HOST:8500")
     if FLAGS.random_weights and not FLAGS.kerascv:
@@ -143,7 +148,7 @@ def check_flags() -> None:
         if wanted and importlib.util.find_spec(name) is None:
             flag, package = ("--kerascv", "keras-cv==0.9.0") if name == "keras_cv" else ("--plot", "matplotlib")
             raise InputError(f"{flag} needs {name}, which is not installed: python -m pip install {package}")
-    for name in ("json", "plot"):
+    for name in ("json", "plot", "markdown"):
         timing.check_writable(f"--{name}", FLAGS[name].value)
     noise.image_seeds(FLAGS.seed, 1)
 
@@ -151,21 +156,28 @@ def check_flags() -> None:
 def plan() -> list[dict]:
     """One row per configuration, as plain data: what its worker needs and what its reader wants to know."""
     modes = (False, True) if FLAGS.jit_compile is None else (FLAGS.jit_compile,)
-    workloads = [export_workload(contract) for contract in [manifest.read(name) for name in FLAGS.models]]
+    exports = [each for contract in [manifest.read(name) for name in FLAGS.models] for each in of_export(contract)]
+    workloads = list(exports)
     if FLAGS.kerascv:
-        workloads.append(kerascv_workload(workloads[0] if workloads else None))
+        asked = {name: FLAGS[name].value for name in ("height", "width", "num_steps", "guidance_scale")}
+        workloads += peers.kerascv_workloads(exports if FLAGS.all_sizes else exports[:1], asked, FLAGS.random_weights)
     if FLAGS.server:
         workloads = [each for workload in workloads for each in with_server(workload)]
     common = {name: FLAGS[name].value for name in ("prompt", "seed", "warmup", "repeats", "tf32")}
     cache = compile_cache.folder(FLAGS.compile_cache)
     common["compile_cache"] = cache and str(cache)
-    return [
+    rows = [
         {"name": f"{workload['of']} {'XLA' if jit else 'plain'}", "jit_compile": jit, **workload, **common}
         for workload in workloads
         for jit in modes
         # A server runs compiled what the export has compiled.
         if not (jit and workload.get("server") and not workload["twins"])
     ]
+    if FLAGS.peers:
+        found = peers.pythons(FLAGS.peers, FLAGS.peer_python)
+        given = (FLAGS.checkpoint, FLAGS.peer_bfloat16_vae, found)
+        rows += [row | common for row in peers.workloads(FLAGS.peers, exports, *given)]
+    return rows
 
 
 def with_server(workload: dict) -> list[dict]:
@@ -191,30 +203,36 @@ def is_here(contract: manifest.Manifest) -> bool:
     return any(contract.path(part).exists() for part in contract.signatures)
 
 
-def export_workload(contract: manifest.Manifest) -> dict:
-    """What one export will be asked for. Checks its files once, so that loading is timed without it."""
+def of_export(contract: manifest.Manifest) -> list[dict]:
+    """What one export will be asked for, per size. Checks its files once, so that loading is timed without it."""
     manifest.verify(contract, "" if is_here(contract) or not FLAGS.server else "tokenizer/")
+    for warning in tokenizer.load(contract.folder / "tokenizer").encode_batch([FLAGS.prompt])[1]:
+        log.warning("%s", warning)
+    wanted = Size(FLAGS.width or contract.spec.width, FLAGS.height or contract.spec.height)
+    if FLAGS.all_sizes:
+        sizes = contract.spec.sizes
+    elif FLAGS.kerascv and wanted not in contract.spec.sizes:
+        # Beside KerasCV the flags are its size; an export that lacks it keeps its own.
+        sizes = (contract.spec.size,)
+    else:
+        sizes = (manifest.pick_size(contract, FLAGS.width, FLAGS.height),)
+    return [export_workload(contract, size, f" {size}" if len(sizes) > 1 else "") for size in sizes]
+
+
+def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dict:
+    """What one export will be asked for in one of its sizes; `suffix` goes behind its name."""
     # Settings need the contract only; the functions are the worker's.
     functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
     chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
-    for warning in tokenizer.load(contract.folder / "tokenizer").encode_batch([FLAGS.prompt])[1]:
-        log.warning("%s", warning)
     spec, config = contract.spec, kerascv_numerics(contract.config)
-    wanted = Size(FLAGS.width or spec.width, FLAGS.height or spec.height)
-    # Beside KerasCV the flags are its size; an export that lacks it keeps its own.
-    size = (
-        spec.size
-        if FLAGS.kerascv and wanted not in spec.sizes
-        else manifest.pick_size(contract, FLAGS.width, FLAGS.height)
-    )
     peer = kerascv_numerics(FAMILIES["sd1"])
     same_networks = (config.text_encoder, config.unet, config.vae) == (peer.text_encoder, peer.unet, peer.vae)
     names = [Path(name).resolve().name for name in FLAGS.models]
     folder, name = str(contract.folder), contract.folder.resolve().name
     return {
-        "of": name if names.count(name) == 1 else folder,
+        "of": (name if names.count(name) == 1 else folder) + suffix,
         "kind": "export",
-        "call_path": CALL_PATHS["export"],
+        "call_path": CALL_PATH,
         "jit_components": FLAGS.jit_components,
         "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
         "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
@@ -234,43 +252,6 @@ def export_workload(contract: manifest.Manifest) -> dict:
     }
 
 
-def kerascv_workload(first: dict | None) -> dict:
-    """KerasCV asked for what the first export is asked for, else for Stable Diffusion 1.x's defaults."""
-    asked = {
-        "height": 512,
-        "width": 512,
-        **dataclasses.asdict(FAMILIES["sd1"].defaults),
-        **(first or {}),
-        **(first["settings"] if first else {}),
-    }
-    names = ("height", "width", "num_steps", "guidance_scale")
-    asked |= {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
-    for name in ("height", "width"):
-        if asked[name] % kerascv.SIZE_STEP:
-            step = kerascv.SIZE_STEP
-            raise InputError(f"--{name} {asked[name]}: KerasCV draws multiples of {step} pixels; pass another --{name}")
-    if not 1 <= asked["num_steps"] <= 1000 or not np.isfinite(asked["guidance_scale"]):
-        raise InputError("--num_steps must be 1..1000 and --guidance_scale a finite number")
-    folder = Path(first["export"]["folder"]) if first else ROOT / "checkpoints" / "emoji"
-    return {
-        "of": "KerasCV",
-        "kind": "kerascv",
-        "call_path": CALL_PATHS["kerascv"],
-        "jit_components": list(JIT_COMPONENTS),
-        "networks": "sd1",
-        "settings": {
-            "sampler": "ddim (its own steps)",
-            **{name: asked[name] for name in ("num_steps", "guidance_scale")},
-        },
-        "unet_calls": asked["num_steps"],  # pairs of them, for the guidance
-        "images": first["images"] if first else 1,
-        **{name: asked[name] for name in ("height", "width")},
-        "dtype": "float32",
-        "random_seed": 0 if FLAGS.random_weights else None,
-        "tokenizer": str(folder / "tokenizer"),
-    }
-
-
 def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hour: float | None) -> None:
     """Measure rows in result["order"] into result["rows"]; the JSON file is whole after each, so a crash loses none."""
     answers: list[list[dict]] = [[] for _ in rows]
@@ -278,12 +259,13 @@ def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hou
         where = f"[{count}/{len(result['order'])}] {rows[i]['name']}"
         print(f"{where}: started", file=sys.stderr)
         start = time.perf_counter()
-        answer = timing.isolated(WORKERS[rows[i]["kind"]], rows[i])
+        answer = timing.isolated(rows[i].get("command") or WORKERS[rows[i]["kind"]], rows[i])
         answers[i].append(answer)
         outcome = f"failed: {answer['error']}" if "error" in answer else "done"
         print(f"{where}: {outcome}; {time.perf_counter() - start:.0f} s", file=sys.stderr)
         done = [(row, tries) for row, tries in zip(rows, answers, strict=True) if tries]
-        result["rows"] = [report.pooled(row, tries, price_per_hour, report.plain(row, done)) for row, tries in done]
+        pooled = [report.pooled(row, tries, price_per_hour, report.expected(row, done)) for row, tries in done]
+        result["rows"] = report.with_ratios(pooled)
         if json:
             timing.write_json(json, result)
 
@@ -359,6 +341,14 @@ if __name__ == "__main__":
     flags.DEFINE_float("duration", 60.0, "Seconds for which they do.", lower_bound=0.001)
     flags.DEFINE_string("json", None, "Write everything measured, and on what, to this file; kept after every row.")
     flags.DEFINE_string("plot", None, "Write a bar chart per stage to this PNG file; needs matplotlib.")
+    flags.DEFINE_string("markdown", None, "Write the table as Markdown to this file.")
+    flags.DEFINE_list("peers", [], f"Time these too, in what the exports are asked for: {', '.join(peers.PEERS)}.")
+    flags.DEFINE_list(
+        "peer_python", [], "Where they are installed, e.g. diffusers=PATH. Default: as `make peers` does."
+    )
+    flags.DEFINE_string("checkpoint", None, "Folder that --peers load. Default: checkpoints/NAME OF THE EXPORT'S.")
+    flags.DEFINE_bool("peer_bfloat16_vae", False, "Rows of --peers whose decoder is bfloat16 too, beside the usual.")
+    flags.DEFINE_bool("all_sizes", False, "Every size that the exports hold, instead of one.")
     flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)
     flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")

@@ -24,7 +24,7 @@ def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: 
         row: what was asked for.
         answers: of `timing.isolated`, one per round so far; failed ones hold "error".
         price_per_hour: dollars, or None.
-        plain: pictures of the same workload without XLA, to compare with.
+        plain: pictures to compare with, see `expected`.
 
     Returns:
         `row` with stages (stage -> `timing.summary` of all rounds' times), the rounds themselves, and what follows
@@ -48,7 +48,7 @@ def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: 
         "seconds_per_step": stages["diffusion"]["p50"] / row["settings"]["num_steps"],
         "images_per_second": images_per_second,
         "cores_busy": float(np.mean([answer["cores_busy"] for answer in good])),
-        "picture": picture(good[-1]["images"], plain),
+        "picture": picture(good[-1]["images"], plain, "ours" if row.get("same_noise") else "plain"),
         **{name: _largest(good, name) for name in ("peak_rss_bytes", "peak_anonymous_bytes")},
     }
     if price_per_hour is not None:
@@ -63,6 +63,19 @@ def plain(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
         for other, answers in done
         for answer in answers
         if row["jit_compile"] and not other["jit_compile"] and other["of"] == row["of"] and "images" in answer
+    ]
+    return drawn[0] if drawn else None
+
+
+def expected(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
+    """The pictures that a row should draw: an XLA row those of its plain one, a peer with our noise those of ours."""
+    if not row.get("same_noise"):
+        return plain(row, done)
+    drawn = [
+        answer["images"]
+        for other, answers in done
+        for answer in answers
+        if other["kind"] == "export" and _same_work(other, row) and "images" in answer
     ]
     return drawn[0] if drawn else None
 
@@ -85,12 +98,12 @@ def _largest(answers: list[dict], name: str) -> int | None:
     return max((answer[name] for answer in answers if answer[name] is not None), default=None)
 
 
-def picture(images: np.ndarray, plain: np.ndarray | None) -> dict:
-    """What was drawn, uint8[N, H, W, 3]: its hash, and how many of 255 levels it is away from the plain row's."""
+def picture(images: np.ndarray, plain: np.ndarray | None, whose: str = "plain") -> dict:
+    """What was drawn, uint8[N, H, W, 3]: its hash, and how many of 255 levels it is away from what it should be."""
     result = {"sha256": hashlib.sha256(images.tobytes()).hexdigest()}
     if plain is not None and plain.shape == images.shape:
         levels = np.abs(images.astype(int) - plain.astype(int))
-        result |= {"max_levels_from_plain": int(levels.max()), "mean_levels_from_plain": float(levels.mean())}
+        result |= {f"max_levels_from_{whose}": int(levels.max()), f"mean_levels_from_{whose}": float(levels.mean())}
     return result
 
 
@@ -124,8 +137,10 @@ def _stage_cells(rows: list[dict]) -> list[list[str]]:
 
 def _row_cells(rows: list[dict]) -> list[list[str]]:
     priced = any("images_per_dollar" in row for row in rows)
-    head = ["at p50", "load s", "s/step", "images/s", "images/$", "peak RSS MB", "anonymous MB", "cores busy", "what"]
-    cells = [[name for name in head if priced or name != "images/$"]]
+    beside = any("to_ours" in row and row["kind"] != "export" for row in rows)
+    head = ["at p50", "load s", "s/step", "images/s", "images/$", "to ours", "peak RSS MB", "anonymous MB"]
+    head += ["cores busy", "what"]
+    cells = [[name for name in head if (priced or name != "images/$") and (beside or name != "to ours")]]
     for row in rows:
         chosen = row["settings"]
         size = f"{row['images']} x {row['width']}x{row['height']}, {row['dtype']}"
@@ -135,6 +150,7 @@ def _row_cells(rows: list[dict]) -> list[list[str]]:
             [
                 *(label(row), number(row["load_seconds"]), number(row["seconds_per_step"])),
                 *(number(row["images_per_second"]), *([number(row["images_per_dollar"])] if priced else [])),
+                *([times(row, TOTAL)] if beside else []),
                 *(megabytes(row["peak_rss_bytes"]), megabytes(row["peak_anonymous_bytes"]), f"{row['cores_busy']:.1f}"),
                 f"{size}; {chosen['sampler']} {chosen['num_steps']} steps, guidance {chosen['guidance_scale']:g}",
             ]
@@ -159,6 +175,11 @@ def label(row: dict) -> str:
 def number(value: float) -> str:
     """Four significant digits, never in powers of ten."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}" if value >= 0.001 else f"{value:.6f}"
+
+
+def times(row: dict, key: str) -> str:
+    """How many times our seconds a row takes, `TOTAL` or seconds_per_step; nothing where nothing is comparable."""
+    return f"{row['to_ours'][key]:.2f} x" if "to_ours" in row else ""
 
 
 def megabytes(value: int | None) -> str:
@@ -186,6 +207,9 @@ def notes(result: dict) -> list[str]:
     """Ratios, what they stand on, and whatever should make a reader careful."""
     rows = [row for row in result["rows"] if "stages" in row]
     lines = [*ratios(rows), *_pictures(rows), *_conditions(result)]
+    lines += [f"{label(row)}: {how(row, {})}" for row in rows if "flags" in device(row)]
+    if any("to_ours" in row and row["kind"] != "export" for row in rows):
+        lines.append("to ours: seconds of the whole chain as a multiple of our fastest row's for the same work")
     starred = {row["call_path"] for row in rows if row["kind"] != "export"}
     lines += [f"* another call path: {path}. Exports: encode, denoise, decode." for path in sorted(starred)]
     for row in rows:
@@ -210,7 +234,7 @@ def ratios(rows: list[dict]) -> list[str]:
             lines.append(f"speed of {label(xla)} to {label(plain)}: {_speed(plain, xla)}")
     for row in rows:
         for other in rows:
-            if row["kind"] == "export" and other["kind"] != "export" and _same_work(row, other):
+            if row["kind"] == "export" and other["kind"] != "export" and _comparable(row, other):
                 lines.append(f"speed of {label(row)} to {label(other)}: {_speed(other, row)} (* different call paths)")
     return lines
 
@@ -224,9 +248,47 @@ def _speed(slow: dict, fast: dict) -> str:
 
 
 def _same_work(a: dict, b: dict) -> bool:
-    keys = ("networks", "images", "height", "width", "dtype", "jit_compile", "unet_calls")
+    keys = ("networks", "images", "height", "width", "dtype", "unet_calls")
     same_guidance = a["settings"]["guidance_scale"] == b["settings"]["guidance_scale"]
     return same_guidance and all(a[key] == b[key] for key in keys)
+
+
+def _comparable(ours: dict, row: dict) -> bool:
+    """KerasCV is compared with and without XLA; peers that have no XLA are whatever they are at their best."""
+    return _same_work(ours, row) and (row["kind"] != "kerascv" or ours["jit_compile"] == row["jit_compile"])
+
+
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """Rows with to_ours: their seconds as multiples of those of our fastest row for the same work, where there is one.
+
+    Its keys: of (our row's name), seconds_per_step, total.
+    """
+    measured = [row for row in rows if "stages" in row]
+    exports = [row for row in measured if row["kind"] == "export" and not row.get("server")]
+    result = []
+    for row in rows:
+        same = [ours for ours in exports if "stages" in row and _comparable(ours, row)]
+        if same:
+            ours = min(same, key=lambda entry: entry["stages"][TOTAL]["p50"])
+            total = row["stages"][TOTAL]["p50"] / ours["stages"][TOTAL]["p50"]
+            step = row["seconds_per_step"] / ours["seconds_per_step"]
+            row = {**row, "to_ours": {"of": ours["name"], "seconds_per_step": step, TOTAL: total}}
+        result.append(row)
+    return result
+
+
+def device(row: dict) -> dict:
+    """What a row's worker said of what it ran on; empty when no round got that far."""
+    return next((answer["device"] for answer in row["rounds"] if "device" in answer), {})
+
+
+def how(row: dict, environment: dict[str, str | None]) -> str:
+    """The settings a row ran with, in words; a peer's are its worker's own, with versions."""
+    facts = device(row)
+    if "flags" in facts:
+        return "; ".join([facts["flags"], ", ".join(f"{name} {v}" for name, v in facts.get("versions", {}).items())])
+    xla = [f"{name}={environment[name]}" for name in ("XLA_FLAGS", "TF_XLA_FLAGS") if environment.get(name)]
+    return "; ".join([f"XLA: {', '.join(row['jit_components'])}", *xla]) if row["jit_compile"] else "plain graph"
 
 
 def _pictures(rows: list[dict]) -> list[str]:
@@ -235,12 +297,17 @@ def _pictures(rows: list[dict]) -> list[str]:
         f"{row['picture']['mean_levels_from_plain']:.3g} on average"
         for row in rows
         if "max_levels_from_plain" in row["picture"]
+    ] + [
+        f"{label(row)} draws our picture to {row['picture']['max_levels_from_ours']} of 255 levels, "
+        f"{row['picture']['mean_levels_from_ours']:.3g} on average, from the same noise"
+        for row in rows
+        if "max_levels_from_ours" in row["picture"]
     ]
 
 
 def _conditions(result: dict) -> list[str]:
     machine, versions = result["machine"], result["versions"]
-    device = next((d["device"] for row in result["rows"] for d in row["rounds"] if "device" in d), None)
+    ours = next((device(row) for row in result["rows"] if "tf32" in device(row)), None)
     flags = [name for name, present in (machine["cpu_flags"] or {}).items() if present]
     software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines = [f"on {machine['cpu']}, {machine['usable_cores']} cores ({' '.join(flags) or 'flags unknown'}); {software}"]
@@ -248,9 +315,9 @@ def _conditions(result: dict) -> list[str]:
         lines[0] += f", commit {result['commit'][:10]}{' with changes' if result['uncommitted_changes'] else ''}"
     lines += [f"on {gpu}" for gpu in machine["gpus"]]
     environment = [f"{name}={value}" for name, value in machine["environment"].items() if value is not None]
-    if device:
-        threads = f"{device['intra_op_threads'] or 'all'} intra-op, {device['inter_op_threads'] or 'all'} inter-op"
-        environment = [f"TF32 {'on' if device['tf32'] else 'off'}", f"threads: {threads}", *environment]
+    if ours:
+        threads = f"{ours['intra_op_threads'] or 'all'} intra-op, {ours['inter_op_threads'] or 'all'} inter-op"
+        environment = [f"TF32 {'on' if ours['tf32'] else 'off'}", f"threads: {threads}", *environment]
     lines.append("; ".join(environment) or "no settings known")
     lines.append(
         "first call: traces and compiles, in no other column; load: files already in the page cache, checksums not "
@@ -292,7 +359,7 @@ def plot(result: dict, path: str) -> None:
         medians = [row["stages"][stage]["p50"] for row in rows]
         low = [m - row["stages"][stage]["min"] for m, row in zip(medians, rows, strict=True)]
         high = [row["stages"][stage]["p90"] - m for m, row in zip(medians, rows, strict=True)]
-        colors = ["tab:orange" if row["jit_compile"] else "tab:blue" for row in rows]
+        colors = [_color(row) for row in rows]
         bars = panel.barh([label(row) for row in rows], medians, xerr=[low, high], color=colors, capsize=3)
         panel.bar_label(bars, [f" {number(m)} s" for m in medians], padding=4)
         panel.set(title=stage.replace("_", " "), xlim=(0, 1.3 * max(m + h for m, h in zip(medians, high, strict=True))))
@@ -304,6 +371,10 @@ def plot(result: dict, path: str) -> None:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
         raise InputError(f"--plot {path}: cannot be written ({error.strerror})") from error
+
+
+def _color(row: dict) -> str:
+    return "tab:green" if row.get("same_noise") else "tab:orange" if row["jit_compile"] else "tab:blue"
 
 
 def _starred(rows: list[dict]) -> bool:
