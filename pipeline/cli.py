@@ -38,7 +38,9 @@ def import_tensorflow() -> None:
     """Import TensorFlow without its start-up chatter, unless the user set TF_CPP_MIN_LOG_LEVEL."""
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    # Each program that it finds in its cache of compiled ones it first calls an error, for not being text.
+    cached = "--tf_xla_persistent_cache_directory" in os.environ.get("TF_XLA_FLAGS", "")
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3" if cached else "2"
     # Its first lines come before its own log level acts, straight to the file descriptor.
     sys.stderr.flush()
     saved = os.dup(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import compile_cache, manifest
+from pipeline import cli, compile_cache, manifest
 from pipeline.manifest import DEFAULT_JIT_COMPONENTS
 
 ROOT = Path(__file__).parents[1]
@@ -243,6 +243,16 @@ def test_start_names_the_folder_to_tensorflow(fresh, tmp_path, notices):
     assert compile_cache.started() and notices() == []
     assert compile_cache.start(tmp_path, "a") is None
     assert notices() == ["TF_XLA_FLAGS names a cache of its own, so --compile_cache does nothing"]
+
+
+def test_programs_that_are_found_are_not_called_errors(fresh, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", object())
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    for flags, level in (("--other", "2"), (f"{compile_cache.FLAG}=x", "3")):
+        monkeypatch.setenv("TF_XLA_FLAGS", flags)
+        monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+        cli.import_tensorflow()
+        assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == level
 
 
 def test_no_cache_is_asked_for(fresh, notices):
