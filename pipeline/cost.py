@@ -79,8 +79,11 @@ def of_export(contract: manifest.Manifest, size: Size) -> dict[str, Cost]:
     return found
 
 
-def of_config(config: ModelConfig, spec: ExportSpec) -> dict[str, Cost]:
+def of_config(config: ModelConfig, spec: ExportSpec, functions: Sequence[str] = tuple(FUNCTIONS)) -> dict[str, Cost]:
     """The same of the export that a configuration would make: traced as an export is, but with no weights at all.
+
+    Args:
+        functions: of FUNCTIONS, those to count.
 
     Raises:
         InputError: a size, count or dtype that cannot be exported.
@@ -92,9 +95,9 @@ def of_config(config: ModelConfig, spec: ExportSpec) -> dict[str, Cost]:
     # What building says is about weights.
     with contextlib.redirect_stdout(None), tf.variable_creator_scope(_without_value):
         for part, build in export._parts(source, spec, no_tokens, image_encoder=True).items():
-            _, endpoints = build()
-            for endpoint in endpoints:
-                if FUNCTIONS.get(endpoint.name) == part:
+            wanted = [name for name in functions if FUNCTIONS[name] == part]
+            for endpoint in build()[1] if wanted else ():
+                if endpoint.name in wanted:
                     found |= of_function(endpoint.name, export._function(endpoint))
     return found
 

@@ -249,7 +249,8 @@ NOTES = [
 def _count_cells(found: dict) -> list[list[str]]:
     cells = [["per call", *(f"{kind} GFLOP" for kind in KINDS), "weights MB", "moved MB", "fused MB", "peak MB"]]
     for name, cost in found["costs"].items():
-        flops = [report.number(sum(cost["flops"][kind].values()) / GIGA) for kind in KINDS]
+        counts = [sum(cost["flops"][kind].values()) for kind in KINDS]
+        flops = [report.number(n / GIGA) if n else "0" for n in counts]
         cells.append([name, *flops, *(report.megabytes(cost[key]) for key in ("weights", "moved", "fused", "peak"))])
     return cells
 
