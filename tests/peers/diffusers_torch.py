@@ -123,7 +123,7 @@ def facts(row: dict) -> dict:
     """How the row was run."""
     import torch
 
-    flags = [row["dtype"], f"VAE {row['vae_dtype']}", "channels_last", "SDPA"]
+    flags = ["CPU", row["dtype"], f"VAE {row['vae_dtype']}", "channels_last", "SDPA"]
     flags += ["torch.compile with frozen weights"] if row["compile"] else []
     flags += [f"{torch.get_num_threads()} threads", torch.backends.cpu.get_cpu_capability()]
     return {

@@ -86,9 +86,9 @@ class Networks:
         unet = self.compiled["unet"]
         used, hint = unet.get_property("INFERENCE_PRECISION_HINT").to_string(), PRECISIONS[row["dtype"]]
         capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        native = "BF16" in capabilities
         flags = [
-            f"INFERENCE_PRECISION_HINT {hint}" + ("" if native or hint != "bf16" else " (not native here)"),
+            "CPU",
+            f"INFERENCE_PRECISION_HINT {hint}" + ("" if used == hint else f" (computed in {used})"),
             f"VAE {PRECISIONS[row['vae_dtype']]}",
             "PERFORMANCE_HINT LATENCY",
             "static shapes",
@@ -97,7 +97,7 @@ class Networks:
         return {
             "flags": ", ".join(flags),
             "versions": diffusers_torch.versions(*PACKAGES),
-            "bfloat16_native": native,
+            "bfloat16_native": "BF16" in capabilities,
             "optimization_capabilities": list(capabilities),
             "inference_precision": used,
         }
