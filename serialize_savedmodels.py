@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import DTYPES, ExportSpec, InputError, Size
+from models.config import DTYPES, WEIGHTS, ExportSpec, InputError, Size
 from models.families import FAMILIES
 from pipeline import cli
 
@@ -28,6 +28,11 @@ flags.DEFINE_integer("prompt_chunks", 1, "Blocks of 75 tokens that a prompt may 
 flags.DEFINE_bool("image_encoder", False, "Also write what image to image needs (--init_image).")
 flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can make.")
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
+flags.DEFINE_enum("weights", "dtype", WEIGHTS, "int8: kernels as 8-bit integers, multiplied out at each use.")
+flags.DEFINE_integer("feature_cache", 1, "Compute the UNet's deep layers at every k-th step only; changes pictures.")
+flags.DEFINE_integer(
+    "attention_downsample", 1, "At the finest resolution attend to each f-th row and column only; changes pictures."
+)
 flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
 flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get twins: of text_encoder, unet, decoder.")
 flags.DEFINE_bool("warmup_xla", False, "Warm-up records for the twins too: only for servers started with XLA.")
@@ -73,6 +78,7 @@ def main(argv):
         max_steps=FLAGS.max_steps,
         prompt_chunks=FLAGS.prompt_chunks,
         more_sizes=tuple(more),
+        **{name: FLAGS[name].value for name in ("feature_cache", "attention_downsample", "weights")},
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
     manifest = export.export(

@@ -172,6 +172,9 @@ class ExportSpec:
     max_steps: int  # S, rows of the steps table
     prompt_chunks: int = 1  # k, blocks of 77 tokens in a prompt
     more_sizes: tuple[Size, ...] = ()  # pictures that the same weights also draw, each by signatures of its own
+    feature_cache: int = 1  # k: the UNet's deep layers are computed at every k-th step only
+    attention_downsample: int = 1  # f: at the finest resolution, pixels see each f-th row and column of the others
+    weights: str = "dtype"  # "dtype", or "int8": kernels stored as 8-bit integers, multiplied out at each use
 
     @property
     def size(self) -> Size:
@@ -182,6 +185,18 @@ class ExportSpec:
     def sizes(self) -> tuple[Size, ...]:
         """All sizes, the main one first."""
         return (self.size, *self.more_sizes)
+
+    @property
+    def exact(self) -> "ExportSpec":
+        """The same without what makes pictures differ from float32's."""
+        return dataclasses.replace(self, dtype="float32", feature_cache=1, attention_downsample=1, weights="dtype")
+
+    @property
+    def precision(self) -> str:
+        """What makes numbers differ, in words."""
+        changes = [self.dtype, *(["int8 weights"] if self.weights == "int8" else [])]
+        changes += [f"attention downsampled by {self.attention_downsample}"] * (self.attention_downsample > 1)
+        return ", ".join(changes + [f"features cached for {self.feature_cache} steps"] * (self.feature_cache > 1))
 
     def signature(self, name: str, size: Size) -> str:
         """What signature `name` is called for one of the sizes: denoise, denoise_768x512."""
@@ -204,13 +219,15 @@ class ExportSpec:
                     raise InputError(f"--{name} {value}: must be a multiple of {step}; nearest: {nearest}")
         if len(set(self.sizes)) < len(self.sizes):
             raise InputError(f"--sizes {','.join(map(str, self.sizes))}: names a size twice")
-        for name, most in (("prompts", 1024), ("images_per_prompt", 1024), ("prompt_chunks", 16)):
+        for name, most in COUNTS.items():
             if not 1 <= getattr(self, name) <= most:
                 raise InputError(f"--{name} {getattr(self, name)}: must be 1..{most}")
         if not 1 <= self.max_steps <= config.scheduler.num_train_timesteps:
             raise InputError(f"--max_steps {self.max_steps}: must be 1..{config.scheduler.num_train_timesteps}")
         if self.dtype not in DTYPES:
             raise InputError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.weights not in WEIGHTS:
+            raise InputError(f"--weights {self.weights}: must be one of {', '.join(WEIGHTS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +240,12 @@ class TensorSpec:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("dtype", "int8")
+# Of an ExportSpec: field -> most.
+COUNTS = {
+    **{"prompts": 1024, "images_per_prompt": 1024, "prompt_chunks": 16},
+    **{"feature_cache": 256, "attention_downsample": 8},
+}
 
 
 def read_json(path: Path) -> dict:

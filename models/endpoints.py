@@ -140,28 +140,24 @@ def diffusion_model(
     ddim: SchedulerConfig,
     alphas_cumprod: np.ndarray,
     share: Share = lambda function: function,
-    prepare: Callable[..., dict] = lambda **told: told,
 ) -> list[Endpoint]:
     """`serving_default`; per size `denoise` (the whole loop), `denoise_unguided` (half the work) and `unet` (one call).
 
     Args:
-        model: function (latent, timestep, **prepared) -> prediction.
+        model: a `models.unet.UNet`, or whatever predicts as it does.
         ddim: the checkpoint's schedule with DDIM's own defaults filled in, for `serving_default`.
         alphas_cumprod: float64[num_train_timesteps].
-        prepare: function (**what `conditioning` lists) -> prepared; what it computes is the same at each step.
     """
     made = []
     for size in spec.sizes:
-        run, pure = _loops(model, prepare, config, spec, size, share)
+        run, pure = _loops(model, config, spec, size, share)
         if size == spec.size and _as_published(config, spec):
             made.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
         made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
     return made
 
 
-def _loops(
-    model, prepare: Callable, config: ModelConfig, spec: ExportSpec, size: Size, share: Share
-) -> tuple[Callable, list[Endpoint]]:
+def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> tuple[Callable, list[Endpoint]]:
     """The guided loop as a function of effective guidance, and the pure endpoints of one size."""
     images, steps = spec.num_images, spec.max_steps
     latent = _latent(config, spec, size)
@@ -173,17 +169,24 @@ def _loops(
     distilled = config.unet.time_cond_proj_dim is not None
 
     def unet(latent, timestep, **prepared):
-        return {"prediction": model(latent, timestep, **prepared)}
+        return {"prediction": model.predict(latent, timestep, **prepared)}
 
     unet = share(unet)
+
+    def run_loop(predict, state, rows, *others, told):
+        cache = ()
+        if spec.feature_cache > 1:
+            predict, shape = model.predict_again, (*latent.shape[1:3], model.deep_channels)
+            cache = (ops.zeros((images * len(told["context"]), *shape), dtype=spec.dtype), spec.feature_cache)
+        done = loop.denoise(predict, *state, *rows, *others, told, model.prepare, *cache)
+        return dict(zip(STATE, done, strict=True))
 
     def unguided(state, rows, seed, told):
         def predict(latent, timestep, **prepared):
             return unet(latent=latent, timestep=timestep, **prepared)["prediction"]
 
         told = {name: (value,) for name, value in told.items()}
-        done = loop.denoise(predict, *state, *rows, None, None, seed, told, prepare)
-        return dict(zip(STATE, done, strict=True))
+        return run_loop(predict, state, rows, None, None, seed, told=told)
 
     def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
         state, rows = (latent, memory), (steps, first_step, last_step)
@@ -191,8 +194,7 @@ def _loops(
             told = {positive.name: contexts[positive.name] for positive, _ in pairs}
             return unguided(state, rows, seed, told | {"guidance": guidance})
         told = {positive.name: (contexts[positive.name], contexts[negative.name]) for positive, negative in pairs}
-        done = loop.denoise(model, *state, *rows, guidance, guidance_rescale, seed, told, prepare)
-        return dict(zip(STATE, done, strict=True))
+        return run_loop(model.predict, state, rows, guidance, guidance_rescale, seed, told=told)
 
     run = share(run)
 
@@ -209,7 +211,7 @@ def _loops(
     def unet_call(latent, timestep, guidance_scale=None, **told):
         if distilled:
             told["guidance"] = guidance_scale - 1.0
-        return unet(latent=latent, timestep=timestep, **prepare(**told))
+        return unet(latent=latent, timestep=timestep, **model.prepare(**told))
 
     def rows_fit(first_step, last_step, **_):
         return [

@@ -8,6 +8,7 @@ Arrays are channels-last: images and latents [N, H, W, C], token sequences [N, T
 """
 
 import keras
+import numpy as np
 from keras import ops
 
 
@@ -23,39 +24,67 @@ class Layer(keras.layers.Layer):
         return self.add_weight(name=name, shape=shape, initializer=initializer)
 
 
-class Dense(Layer):
+class Product(Layer):
+    """A layer that multiplies by a kernel [..., inputs, outputs], which may be stored as 8-bit integers."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str):
+        super().__init__(name, dtype)
+        self.kernel = self.weight("kernel", shape, "glorot_uniform")
+        self.scale = None
+
+    def kernel_as(self, dtype):
+        """The kernel as what is multiplied."""
+        kernel = ops.cast(self.kernel, dtype)
+        return kernel if self.scale is None else kernel * ops.cast(self.scale, dtype)
+
+    def quantise(self) -> None:
+        """Store the kernel as int8, times one float32 for each output: the largest magnitude becomes 127."""
+        kernel = self.kernel.numpy().astype("float32")
+        scale = np.abs(kernel).max(axis=tuple(range(kernel.ndim - 1))) / 127
+        scale = np.where(scale == 0, 1, scale).astype("float32")
+        self._untrack_variable(self.kernel)
+        self.kernel = self.add_weight(name="kernel", shape=kernel.shape, dtype="int8", initializer="zeros")
+        self.kernel.assign(np.rint(kernel / scale).astype("int8"))
+        self.scale = self.add_weight(name="scale", shape=scale.shape, dtype="float32", initializer="zeros")
+        self.scale.assign(scale)
+
+
+def quantise(model: Layer) -> None:
+    """Store the kernels of a network as 8-bit integers; norms, biases and embeddings stay."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, Product):
+            layer.quantise()
+
+
+class Dense(Product):
     """y = x W + b on the last axis: [..., inputs] to [..., outputs]."""
 
     def __init__(self, name: str, inputs: int, outputs: int, dtype: str, use_bias: bool = True):
-        super().__init__(name, dtype)
-        self.kernel = self.weight("kernel", (inputs, outputs), "glorot_uniform")
+        super().__init__(name, (inputs, outputs), dtype)
         self.bias = self.weight("bias", (outputs,), "zeros") if use_bias else None
 
     def call(self, x):
-        y = ops.matmul(x, ops.cast(self.kernel, x.dtype))
+        y = ops.matmul(x, self.kernel_as(x.dtype))
         return y if self.bias is None else y + ops.cast(self.bias, x.dtype)
 
 
-class Conv2D(Layer):
+class Conv2D(Product):
     """Convolution, [N, H, W, inputs] to [N, H', W', outputs]; `padding` is ((top, bottom), (left, right)) zeros."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, dtype: str, kernel_size: int = 3, strides: int = 1, padding=None
     ):
-        super().__init__(name, dtype)
+        super().__init__(name, (kernel_size, kernel_size, inputs, outputs), dtype)
         self.strides = strides
         # TensorFlow's "same" pads a strided convolution otherwise than PyTorch does: strided ones pad explicitly.
         self.padding = padding
-        self.kernel = self.weight("kernel", (kernel_size, kernel_size, inputs, outputs), "glorot_uniform")
         self.bias = self.weight("bias", (outputs,), "zeros")
 
     def call(self, x):
         if self.padding is not None:
             x = ops.pad(x, ((0, 0), *self.padding, (0, 0)))
         padding = "same" if self.padding is None else "valid"
-        y = ops.conv(
-            x, ops.cast(self.kernel, x.dtype), strides=self.strides, padding=padding, data_format="channels_last"
-        )
+        y = ops.conv(x, self.kernel_as(x.dtype), strides=self.strides, padding=padding, data_format="channels_last")
         return y + ops.cast(self.bias, x.dtype)
 
 
@@ -132,6 +161,7 @@ class ResnetBlock(Layer):
         self, name: str, inputs: int, outputs: int, groups: int, epsilon: float, dtype: str, time_channels: int = 0
     ):
         super().__init__(name, dtype)
+        self.inputs = inputs
         self.norm1 = GroupNorm(f"{name}.norm1", inputs, groups, epsilon, dtype)
         self.conv1 = Conv2D(f"{name}.conv1", inputs, outputs, dtype)
         self.time_emb_proj = Dense(f"{name}.time_emb_proj", time_channels, outputs, dtype) if time_channels else None

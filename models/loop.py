@@ -37,6 +37,8 @@ def denoise(
     seed,
     conditioning,
     prepare=lambda **conditioning: conditioning,
+    features=None,
+    interval: int = 1,
 ):
     """Run rows first_step..last_step-1 of a steps table.
 
@@ -52,6 +54,9 @@ def denoise(
         seed: int32[N,2], low and high word of each image's seed; used by rows with noise.
         conditioning: {name: (conditional, unconditional)}, each [N, ...]; with no guidance {name: (conditional,)}.
         prepare: function (**conditioning of B rows) -> prepared; it runs once, before the loop.
+        features: zeros of the shape and dtype of what the UNet takes over from call to call, each `interval`-th call
+            making it anew, the first one here included. `unet` then has two more arguments, features and fresh
+            (bool[]), and returns (prediction, features). None: every call computes everything.
 
     Returns:
         latent, memory, denoised f32[N,h,w,4] (the last row's estimate of the clean latent).
@@ -64,22 +69,27 @@ def denoise(
     start, stop = ops.maximum(first_step, 0), ops.minimum(last_step, total)
     prepared = prepare(**{name: ops.concatenate(halves, axis=0) for name, halves in conditioning.items()})
 
-    def predict(z0, timestep, g):
+    def call(z0, timestep, index, features):
+        timesteps = ops.broadcast_to(timestep, z0.shape[:1])
+        if features is None:
+            return unet(z0, timesteps, **prepared), None
+        return unet(z0, timesteps, features=features, fresh=(index - start) % interval == 0, **prepared)
+
+    def predict(z0, timestep, g, index, features):
         if guidance is None:
-            return unet(z0, ops.broadcast_to(timestep, z0.shape[:1]), **prepared)
-        timesteps = ops.broadcast_to(timestep, (2 * z0.shape[0],))
-        out = unet(ops.concatenate([z0, z0], axis=0), timesteps, **prepared)
+            return call(z0, timestep, index, features)
+        out, features = call(ops.concatenate([z0, z0], axis=0), timestep, index, features)
         conditional, unconditional = ops.split(out, 2, axis=0)
         # guidance 0 leaves exactly the conditional prediction.
         out = conditional + g * ops.reshape(guidance, (-1, 1, 1, 1)) * (conditional - unconditional)
-        return rescale(out, conditional, guidance_rescale)
+        return rescale(out, conditional, guidance_rescale), features
 
     state = ops.concatenate([latent[None], memory], axis=0)
 
-    def condition(index, state, denoised):
+    def condition(index, *_):
         return index < stop
 
-    def body(index, state, denoised):
+    def body(index, state, denoised, features=None):
         row = ops.take(steps, index, axis=0)
         timestep, p, q, g = row[0], row[1], row[2], row[3]
         a = ops.reshape(row[4 : 4 + STATE * STATE], (STATE, STATE, 1, 1, 1, 1))
@@ -87,13 +97,15 @@ def denoise(
         c = ops.reshape(row[ROW - STATE :], (STATE, 1, 1, 1, 1))
 
         z0 = state[0]
-        denoised = p * z0 + q * predict(z0, timestep, g)
+        out, features = predict(z0, timestep, g, index, features)
+        denoised = p * z0 + q * out
         # Multiply and sum, not a matrix product: accelerators may round that to TF32.
         state = ops.sum(a * state[None], axis=1) + b * denoised[None]
         state = state + c * noise(seed, index, z0.shape, ops.any(c != 0))[None]
-        return index + 1, state, denoised
+        return (index + 1, state, denoised) if features is None else (index + 1, state, denoised, features)
 
-    _, state, denoised = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent)))
+    kept = () if features is None else (features,)
+    _, state, denoised, *_ = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent), *kept))
     return state[0], state[1:], denoised
 
 

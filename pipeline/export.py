@@ -7,7 +7,6 @@ leaves nothing that a reader or a server would load.
 
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import gc
 import importlib.metadata
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from models import endpoints, text_encoder, unet, vae
+from models import endpoints, layers, text_encoder, unet, vae
 from models.config import ExportSpec, InputError, ModelConfig
 from models.families import default_sampler
 from pipeline import manifest, precision, publish, samplers, schedules, tokenizer
@@ -81,8 +80,8 @@ def export(
             version = publish.next_version(output_dir, version)
             parts = _parts(source, spec, empty_tokens, image_encoder)
             exact = {}
-            if compare_float32 and spec.dtype != "float32" and source.learned:
-                exact = _parts(source, dataclasses.replace(spec, dtype="float32"), empty_tokens, image_encoder)
+            if compare_float32 and spec != spec.exact and source.learned:
+                exact = _parts(source, spec.exact, empty_tokens, image_encoder)
             result = _write(source, work, spec, jit_components, version, parts, exact, warmup_xla)
             publish.publish(work, output_dir, result)
     except (
@@ -145,7 +144,7 @@ def _write(
         signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
         outputs = {name: arrays for name, _, arrays in live}
         precision.check_finite(part, outputs, spec.dtype)
-        rounding |= precision.differences(part, expected, outputs, spec.dtype)
+        rounding |= precision.differences(part, expected, outputs, spec.precision)
         for name, before, after in _reload(folder, live):
             difference = compare(before, after)
             differences[f"{part}/{name}"] = difference
@@ -181,31 +180,34 @@ def _write(
 def _parts(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) -> dict[str, Callable]:
     """Part -> function that builds and fills its layers: () -> ({name: variable to save}, endpoints)."""
     config, dtype = source.config, spec.dtype
+    store = layers.quantise if spec.weights == "int8" else lambda model: None
 
     def build_text_encoder():
         models = [text_encoder.TextEncoder(encoder, dtype) for encoder in config.text_encoders]
         for model, component in zip(models, ("text_encoder", "text_encoder_2"), strict=False):
             _fill(source, component, [model])
+            store(model)
         return _variables(*models), endpoints.text_encoder(models, config, spec, empty_tokens)
 
     def build_diffusion_model():
-        model = unet.UNet(config.unet, dtype)
+        model = unet.UNet(config.unet, dtype, spec.attention_downsample)
         _fill(source, "unet", [model])
+        store(model)
         schedule = schedules.alphas_cumprod(config.scheduler)
         ddim = samplers.resolved("ddim", config.scheduler)
-        return _variables(model), endpoints.diffusion_model(
-            model.predict, config, spec, ddim, schedule, _share, model.prepare
-        )
+        return _variables(model), endpoints.diffusion_model(model, config, spec, ddim, schedule, _share)
 
     def build_decoder():
         model = vae.VAEDecoder(config.vae, dtype)
         # The file holds both halves and must be used up; only the decoder is kept.
         _fill(source, "vae", [model, vae.VAEEncoder(config.vae, dtype)])
+        store(model)
         return _variables(model), endpoints.decoder(model, config, spec, _share)
 
     def build_image_encoder():
         model = vae.VAEEncoder(config.vae, dtype)
         _fill(source, "vae", [vae.VAEDecoder(config.vae, dtype), model])
+        store(model)
         return _variables(model), endpoints.image_encoder(model, config, spec)
 
     return {

@@ -214,7 +214,10 @@ def denoise(
     if functions.manifest.config.unet.time_cond_proj_dim is not None:
         # Distilled with guidance: every call is told the scale.
         guided[:] = True
-    for first, last in stretches(guided, steps_per_call, preview_every):
+    # Features are kept within a call only: calls of whole intervals make the same picture as one call for all.
+    interval = functions.manifest.spec.feature_cache
+    most = steps_per_call and -(-steps_per_call // interval) * interval
+    for first, last in stretches(guided, most, preview_every):
         every = {
             "steps": rows,
             "first_step": np.int32(first),
@@ -338,6 +341,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")
     flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
+    flags.DEFINE_enum("compile", None, ["auto"], "auto: measure once what is fastest on this machine, and take that.")
     flags.DEFINE_string("compile_cache", "default", compile_cache.HELP)
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")

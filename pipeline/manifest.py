@@ -16,7 +16,7 @@ from pathlib import Path
 from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
 from pipeline.compare import Difference
 
-FORMAT = 2
+FORMAT = 3
 PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels that every export has
 # The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
 # signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
@@ -299,7 +299,7 @@ def describe(manifest: Manifest) -> str:
         f"{manifest.config.numerics} numerics), made {manifest.created}",
         f"  pictures   {', '.join(map(str, spec.sizes))}, {spec.num_images} a call: {spec.prompts} prompt(s) x "
         f"{spec.images_per_prompt} image(s)",
-        f"  weights    {spec.dtype}"
+        f"  weights    {spec.precision}"
         + "".join(f", + {lora.weight:g} x {lora.name}" for lora in manifest.loras)
         + (f", VAE {manifest.vae.name}" if manifest.vae else "")
         + (f", without the last {manifest.clip_skip} layers of text" if manifest.clip_skip else ""),
@@ -312,7 +312,7 @@ def describe(manifest: Manifest) -> str:
     for name, d in manifest.reload_difference.items():
         lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
     if manifest.float32_difference:
-        lines.append(f"  {spec.dtype} against float32:")
+        lines.append(f"  {spec.precision} against float32:")
     for name, d in manifest.float32_difference.items():
         lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
     for part, signatures in manifest.signatures.items():

@@ -1,4 +1,4 @@
-"""What half precision costs: parts run in float32 as well, results that are not finite refused."""
+"""What half precision and 8-bit weights cost: parts run in float32 as well, results that are not finite refused."""
 
 import numpy as np
 
@@ -31,12 +31,12 @@ def check_finite(part: str, outputs: dict[str, dict[str, np.ndarray]], dtype: st
 
 
 def differences(
-    part: str, exact: dict[str, dict[str, np.ndarray]], outputs: dict[str, dict[str, np.ndarray]], dtype: str
+    part: str, exact: dict[str, dict[str, np.ndarray]], outputs: dict[str, dict[str, np.ndarray]], what: str
 ) -> dict[str, Difference]:
-    """PART/SIGNATURE -> how far results are from those in float32; each is printed."""
+    """PART/SIGNATURE -> how far results are from those in float32; each is printed, `what` saying which results."""
     found = {}
     for name, expected in exact.items():
         difference = found[f"{part}/{name}"] = compare(expected, outputs[name])
         psnr = "equal" if difference.psnr is None else f"PSNR {difference.psnr:.1f} dB"
-        print(f"{part}/{name}: {dtype} against float32: max abs {difference.max_abs:.3g}, {psnr}", flush=True)
+        print(f"{part}/{name}: {what} against float32: max abs {difference.max_abs:.3g}, {psnr}", flush=True)
     return found

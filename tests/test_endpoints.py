@@ -147,13 +147,25 @@ def test_weights_that_leave_no_mean_give_no_nan():
 # === UNet ===
 
 
-def predict(latent, timestep, context):
-    return ops.tanh(latent + timestep[:, None, None, None] / 1000 + ops.mean(context, axis=(1, 2))[:, None, None, None])
+class Tanh:
+    """In the place of a UNet."""
+
+    deep_channels = 1
+
+    def prepare(self, context):
+        return {"words": ops.mean(context, axis=(1, 2))[:, None, None, None]}
+
+    def predict(self, latent, timestep, words):
+        return ops.tanh(latent + timestep[:, None, None, None] / 1000 + words)
+
+    def predict_again(self, latent, timestep, features, fresh, words):
+        features = ops.where(fresh, features + 1, features)
+        return self.predict(latent, timestep, words) + features, features
 
 
 @pytest.fixture(scope="module")
 def diffusion():
-    return by_name(endpoints.diffusion_model(predict, SD1, SPEC, scheduler(), ALPHAS))
+    return by_name(endpoints.diffusion_model(Tanh(), SD1, SPEC, scheduler(), ALPHAS))
 
 
 def contexts():
@@ -190,16 +202,38 @@ def test_what_does_not_change_is_computed_once(diffusion):
     """`prepare` runs before the loop, on both halves at once, and what it returns is what the UNet is told."""
     prepared = []
 
-    def doubled(context):
-        prepared.append(context.shape)
-        return {"context": 2 * context}
+    class Doubled(Tanh):
+        def prepare(self, context):
+            prepared.append(context.shape)
+            return super().prepare(2 * context)
 
-    made = by_name(endpoints.diffusion_model(predict, SD1, SPEC, scheduler(), ALPHAS, prepare=doubled))
+    made = by_name(endpoints.diffusion_model(Doubled(), SD1, SPEC, scheduler(), ALPHAS))
     inputs = denoise_inputs(3, 7.5)
     found = made["denoise"].function(**inputs)["latent"]
     assert prepared == [(8, 77, 768)]
     expected = diffusion["denoise"].function(**inputs | {name: 2 * value for name, value in contexts().items()})
     np.testing.assert_array_equal(found, expected["latent"])
+
+
+@pytest.mark.parametrize(
+    ("interval", "first", "expected"), [(1, 0, 0), (2, 0, 1 + 1 + 2 + 2 + 3), (3, 1, 1 + 1 + 1 + 2)]
+)
+def test_features_are_made_anew_at_every_kth_step(interval, first, expected):
+    """The first step of a call included: Tanh counts how often, and its predictions, here summed up, are the counts."""
+
+    class Counting(Tanh):
+        def predict(self, latent, timestep, words):
+            return ops.zeros_like(latent)
+
+    spec = dataclasses.replace(SPEC, feature_cache=interval)
+    made = by_name(endpoints.diffusion_model(Counting(), SD1, spec, scheduler(), ALPHAS))
+    rows = np.zeros((SPEC.max_steps, 39), "float32")
+    rows[:, [2, 4, 29]] = 1  # denoised = prediction; latent = latent + denoised
+    inputs = denoise_inputs(5, 1.0) | {"steps": rows, "first_step": np.int32(first)}
+    for endpoint in (made["denoise"], made["denoise_unguided"]):
+        given = {spec.name: inputs[spec.name] for spec in endpoint.inputs}
+        found = endpoint.function(**given)["latent"]
+        np.testing.assert_allclose(found - inputs["latent"], np.full(found.shape, expected), atol=1e-6)
 
 
 def test_scales_below_one(diffusion):
@@ -238,7 +272,8 @@ def test_row_ranges_outside_the_table(diffusion, first, last, fits):
 def test_one_prediction(diffusion):
     latent, timestep, context = normal(4, 2, 3, 4), np.float32([1, 20, 500, 981]), contexts()["context"]
     found = diffusion["unet"].function(latent, timestep, context=context)["prediction"]
-    np.testing.assert_array_equal(found, predict(latent, timestep, context))
+    unet = Tanh()
+    np.testing.assert_array_equal(found, unet.predict(latent, timestep, **unet.prepare(context)))
 
 
 # === Decoder ===
