@@ -21,6 +21,7 @@ from absl import flags
 from models.config import DTYPES, InputError, Size
 from models.families import FAMILIES, kerascv_numerics
 from pipeline import (
+    choice,
     cli,
     compile_cache,
     generate,
@@ -80,6 +81,7 @@ def main(argv):
         print(report.text(result))
         lines = load_test.overhead(result["rows"])
         lines += load_test.text(result["load"], rows[0]["images"]) if "load" in result else []
+        lines += choice.keep_best(result["rows"]) if FLAGS.sweep else []
         print("\n".join(lines))
     if FLAGS.markdown:
         markdown.write(result, FLAGS.markdown)
@@ -138,6 +140,9 @@ def check_flags() -> None:
         raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
     if FLAGS.peers and not FLAGS.models:
         raise InputError("--peers are asked for what an export is asked for: pass --models EXPORT")
+    ways_asked = [name for name in ("jit_compile", "sweep", "compile") if FLAGS[name].value not in (None, False)]
+    if len(ways_asked) > 1:
+        raise InputError(f"--{' and --'.join(ways_asked)}: give one")
     if FLAGS.all_sizes and (FLAGS.height or FLAGS.width):
         raise InputError("--all_sizes and --height/--width: give one or the other")
     if FLAGS.clients and not FLAGS.server:
@@ -155,7 +160,6 @@ def check_flags() -> None:
 
 def plan() -> list[dict]:
     """One row per configuration, as plain data: what its worker needs and what its reader wants to know."""
-    modes = (False, True) if FLAGS.jit_compile is None else (FLAGS.jit_compile,)
     exports = [each for contract in [manifest.read(name) for name in FLAGS.models] for each in of_export(contract)]
     workloads = list(exports)
     if FLAGS.kerascv:
@@ -167,17 +171,34 @@ def plan() -> list[dict]:
     cache = compile_cache.folder(FLAGS.compile_cache)
     common["compile_cache"] = cache and str(cache)
     rows = [
-        {"name": f"{workload['of']} {'XLA' if jit else 'plain'}", "jit_compile": jit, **workload, **common}
+        {**workload, **common, **way, "name": f"{workload['of']} {name}"}
         for workload in workloads
-        for jit in modes
+        for name, way in ways(workload)
         # A server runs compiled what the export has compiled.
-        if not (jit and workload.get("server") and not workload["twins"])
+        if not (way["jit_compile"] and workload.get("server") and not workload["twins"])
     ]
     if FLAGS.peers:
         found = peers.pythons(FLAGS.peers, FLAGS.peer_python)
         given = (FLAGS.checkpoint, FLAGS.peer_bfloat16_vae, found)
         rows += [row | common for row in peers.workloads(FLAGS.peers, exports, *given)]
     return rows
+
+
+def ways(workload: dict) -> list[tuple[str, dict]]:
+    """How one workload is run: plain and compiled, or every variant (--sweep), or the best of them (--compile auto)."""
+    if workload["kind"] == "export" and not workload.get("server"):
+        if FLAGS.sweep:
+            return [
+                (name, {"jit_compile": variant.jit_compile, "environment": choice.added(variant.variables)})
+                for name, variant in choice.variants().items()
+            ]
+        if FLAGS.compile:
+            found = choice.find(*choice.of_row(workload))
+            environment, components = choice.added(found.variables), list(found.jit_components)
+            way = {"jit_compile": bool(components), "environment": environment}
+            return [("auto", way | ({"jit_components": components} if components else {}))]
+    modes = (False, True) if FLAGS.jit_compile is None else (FLAGS.jit_compile,)
+    return [("XLA" if jit else "plain", {"jit_compile": jit}) for jit in modes]
 
 
 def with_server(workload: dict) -> list[dict]:
@@ -326,6 +347,10 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", "exports/emoji", "Exports, separated by commas; made by serialize_savedmodels.py.")
     flags.DEFINE_bool("kerascv", False, "Time KerasCV's own Stable Diffusion 1.x too; --models= times it alone.")
     flags.DEFINE_bool("jit_compile", None, "Compile with XLA; --nojit_compile: do not. Default: both, and their ratio.")
+    flags.DEFINE_bool("sweep", False, "Measure every way to run each export, and keep the best for --compile auto.")
+    flags.DEFINE_enum(
+        "compile", None, ["auto"], "auto: what is fastest on this machine; measured first if it never was."
+    )
     flags.DEFINE_list("jit_components", "unet,decoder", "What XLA compiles: text_encoder, unet, decoder. KerasCV: all.")
     flags.DEFINE_string("prompt", "a red apple on a blue background", "The same prompt for every row and image.")
     flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's. KerasCV has its own.")

@@ -10,7 +10,7 @@ from absl import flags
 from tqdm import tqdm
 
 from models.config import InputError
-from pipeline import cli, compile_cache, generate, images, manifest, noise, pictures, samplers
+from pipeline import choice, cli, compile_cache, generate, images, manifest, noise, pictures, samplers
 from pipeline.manifest import Functions, Manifest
 from pipeline.schedules import Options
 from pipeline.settings import Settings, settings, table
@@ -75,11 +75,19 @@ def _functions(contract: Manifest, size) -> Functions:
     """The export, here or on --server."""
     compiled = {"jit_compile": FLAGS.jit_compile, "jit_components": tuple(FLAGS.jit_components)}
     place = {"width": size.width, "height": size.height}
+    if FLAGS.compile and (FLAGS.server or FLAGS.jit_compile):
+        other = "--server" if FLAGS.server else "--jit_compile"
+        raise InputError(f"--compile {FLAGS.compile} and {other}: give one or the other")
     if FLAGS.server:
         from pipeline import serving
 
         return serving.remote(FLAGS.server, contract, timeout=FLAGS.timeout, **compiled, **place)
-    if FLAGS.jit_compile:
+    if FLAGS.compile:
+        components = choice.prepare(contract, size).jit_components
+        compiled = {"jit_compile": bool(components), "jit_components": components}
+    elif FLAGS.jit_compile and (notice := choice.slower(contract, size)):
+        log.warning("%s", notice)
+    if compiled["jit_compile"]:
         compile_cache.start(compile_cache.folder(FLAGS.compile_cache), contract.export_id)
     cli.import_tensorflow()
     from pipeline import load

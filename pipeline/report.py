@@ -287,8 +287,11 @@ def how(row: dict, environment: dict[str, str | None]) -> str:
     facts = device(row)
     if "flags" in facts:
         return "; ".join([facts["flags"], ", ".join(f"{name} {v}" for name, v in facts.get("versions", {}).items())])
-    xla = [f"{name}={environment[name]}" for name in ("XLA_FLAGS", "TF_XLA_FLAGS") if environment.get(name)]
-    return "; ".join([f"XLA: {', '.join(row['jit_components'])}", *xla]) if row["jit_compile"] else "plain graph"
+    own = row.get("environment", {})
+    if row["jit_compile"] or own:
+        own = {name: environment.get(name) for name in ("XLA_FLAGS", "TF_XLA_FLAGS")} | own
+    how = f"XLA: {', '.join(row['jit_components'])}" if row["jit_compile"] else "plain graph"
+    return "; ".join([how, *(f"{name}={value}" for name, value in own.items() if value)])
 
 
 def _pictures(rows: list[dict]) -> list[str]:

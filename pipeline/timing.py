@@ -212,7 +212,8 @@ def isolated(command: list[str], request: dict) -> dict:
         # The clock is the system's, so the process can tell how long it took to start.
         file.write_text(json.dumps(request | {"started": time.perf_counter()}))
         peak = None
-        with subprocess.Popen([*command, str(file)], stdout=subprocess.DEVNULL) as process:
+        environment = os.environ | request.get("environment", {})
+        with subprocess.Popen([*command, str(file)], stdout=subprocess.DEVNULL, env=environment) as process:
             try:
                 while process.poll() is None:
                     now = memory(process.pid)["anonymous"]
