@@ -9,6 +9,7 @@ from pipeline.timing import TOTAL, summary
 
 STAGES = ("text_encoder", "diffusion", "decoder", TOTAL)
 LOAD_PER_CORE = 0.5  # from here on the machine was not idle when measuring began
+BUSY = 0.5  # cores that a row keeps busy at the least, where there is no GPU
 STEADY = 1.25  # p90 / min of a row's total; above, something else was running
 
 
@@ -215,6 +216,8 @@ def notes(result: dict) -> list[str]:
     for row in rows:
         if row["jit_compile"] and not row["rounds"][-1].get("device", {}).get("xla_available", True):
             lines.append(f"careful: {row['name']} ran without XLA: its device has no XLA compiler")
+        if row["cores_busy"] < BUSY and not result["machine"]["gpus"]:
+            lines.append(f"careful: {row['name']} had {row['cores_busy']:.1f} cores: something else was running")
         spread = row["stages"][TOTAL]["p90"] / row["stages"][TOTAL]["min"]
         if spread > STEADY:
             lines.append(

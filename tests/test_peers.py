@@ -177,7 +177,12 @@ def entry(name, total, kind="export", jit=False, images=0, **changes):
     answer = {
         "samples": {stage: [total] for stage in report.STAGES},
         "first": dict.fromkeys(report.STAGES, 9.0),
-        **{"import_seconds": 1.0, "load_seconds": 7.0, "cores_busy": 1.5, "peak_anonymous_bytes": None},
+        **{
+            "import_seconds": 1.0,
+            "load_seconds": 7.0,
+            "cores_busy": changes.pop("busy", 1.5),
+            "peak_anonymous_bytes": None,
+        },
         **{"peak_rss_bytes": 3_000_000, "device": changes.pop("device", {})},
         "images": np.full((2, 8, 16, 3), images, np.uint8),
     }
@@ -224,6 +229,11 @@ def test_peers_pictures_are_compared_with_ours():
     failed = {"error": "gone"}
     row, _ = entry("p", 3.0, **PEER)
     assert report.pooled(row, [failed], None, report.expected(row, [(row, [failed])]))["error"] == "gone"
+
+
+def test_rows_that_were_starved_say_so():
+    text = report.text(result(pooled(entry("a plain", 4.0, busy=0.1), entry("p", 3.0, **PEER))))
+    assert "careful: a plain had 0.1 cores" in text and "careful: p had" not in text
 
 
 def test_markdown(tmp_path):
