@@ -28,7 +28,7 @@ COLOURS = {
     "purple": (150, 90, 200),
     "gray": (150, 150, 150),
 }
-SHIFTS = (-2, 0, 2)  # pixels, right and down
+SHIFTS = (-2, 2)  # pixels, right and down; a whole latent apart, so the networks see every object in one phase only
 TEMPLATES = (
     "{article} {name} on a {colour} background",
     "{name} on a {colour} background",

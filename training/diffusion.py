@@ -13,6 +13,7 @@ from training.vae import to_images, to_tensor
 BATCH = 32
 EMPTY = 0.1  # share of examples without a caption, for guidance
 GAMMA = 5.0  # min-SNR weighting (Hang et al. 2023): errors at low noise count at most this signal-to-noise ratio
+MOST = 10.0  # most that an error at high noise, where shapes are decided, counts
 STEPS, GUIDANCE = 25, 3.0  # of the sample sheets, and of the checkpoint's generation_config.json
 SHOWN = (
     ("red apple", "blue"),
@@ -42,13 +43,13 @@ class Texts(NamedTuple):
 
 
 def build():
-    """UNet for 8x8 latents (8.7 M parameters) and text encoder (3.3 M), as one module."""
+    """UNet for 16x16 latents (8.8 M parameters) and text encoder (3.3 M), as one module."""
     unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(64, 128, 192),
+        sample_size=16,
+        block_out_channels=(48, 64, 128, 192),
         layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=64,
         attention_head_dim=4,  # diffusers' name for the number of heads
         norm_num_groups=16,
@@ -101,7 +102,7 @@ def tokenise(tokenizer, names):
 
 
 def encode_all(autoencoder, pictures, file):
-    """Latents of every possible picture: float32[object, colour, right, down, mirror, 4, 8, 8]; kept in `file`."""
+    """Latents of every possible picture: float32[object, colour, right, down, mirror, 4, h, w]; kept in `file`."""
     if file.exists():
         return torch.load(file)
     variants = list(itertools.product(data.COLOURS.values(), data.SHIFTS, data.SHIFTS, (False, True)))
@@ -110,14 +111,14 @@ def encode_all(autoencoder, pictures, file):
         for picture in pictures:
             images = to_tensor([data.compose(picture, *variant) for variant in variants])
             latents.append(autoencoder.encode(images).latent_dist.mean)
-    shape = (len(pictures), len(data.COLOURS), len(data.SHIFTS), len(data.SHIFTS), 2, 4, 8, 8)
+    shape = (len(pictures), len(data.COLOURS), len(data.SHIFTS), len(data.SHIFTS), 2, *latents[0].shape[1:])
     latents = torch.stack(latents).view(shape)
     loop.write_aside(file, lambda path: torch.save(latents, path))
     return latents
 
 
 def pick(latents, texts, seed, start, size):
-    """Examples start..start+size-1 of a run: latents float32[size, 4, 8, 8], token ids int64[size, 77]."""
+    """Examples start..start+size-1 of a run: latents float32[size, 4, h, w], token ids int64[size, 77]."""
     choices = [data.choose(len(latents), seed, start + i) for i in range(size)]
     shift = data.SHIFTS.index
     columns = [(c.object, c.colour, shift(c.right), shift(c.down), c.mirror, c.template) for c in choices]
@@ -136,7 +137,8 @@ def loss(networks, alphas, latents, ids):
     context = networks["text_encoder"](ids).last_hidden_state
     output = networks["unet"](noisy, timesteps, context, return_dict=False)[0]
     ratio = alphas[timesteps] / (1 - alphas[timesteps])
-    return ((output - noise).square().mean((1, 2, 3)) * ratio.clamp(max=GAMMA) / ratio).mean()
+    weight = ratio.clamp(max=GAMMA) / ratio * (1 + 1 / ratio).sqrt().clamp(max=MOST)
+    return ((output - noise).square().mean((1, 2, 3)) * weight).mean()
 
 
 @torch.no_grad()
@@ -145,7 +147,9 @@ def draw(networks, autoencoder, ids, empty, seed):
     scheduler = schedule()
     scheduler.set_timesteps(STEPS)
     context = networks["text_encoder"](torch.cat([empty.expand_as(ids), ids])).last_hidden_state
-    latents = torch.randn((len(ids), 4, 8, 8), generator=torch.Generator().manual_seed(seed))
+    config = networks["unet"].config
+    shape = (len(ids), config.in_channels, config.sample_size, config.sample_size)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     for timestep in scheduler.timesteps:
         output = networks["unet"](torch.cat([latents, latents]), timestep, context, return_dict=False)[0]
         plain, conditional = output.chunk(2)
