@@ -29,9 +29,13 @@ BENCH_EXPORTS = $(DTYPES:%=$(BENCH)-%)
 
 .PHONY: run test parity peers bench bench-table clean
 
-run: .venv/run.stamp
-	test -e exports/emoji/manifests/1.json || .venv/bin/python serialize_savedmodels.py
+run: .venv/run.stamp exports/emoji.stamp
 	.venv/bin/python -m pipeline.generate $(if $(PROMPT),"$(PROMPT)",$(PROMPTS)) --output outputs --sheet outputs/sheet.png
+
+# A new version of the export whenever the checkpoint or the contract has changed.
+exports/emoji.stamp: $(wildcard checkpoints/emoji/*/*.safetensors) pipeline/manifest.py | .venv/run.stamp
+	.venv/bin/python serialize_savedmodels.py
+	touch $@
 
 test: .venv/test.stamp
 	.venv/bin/ruff check .
