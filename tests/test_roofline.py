@@ -117,7 +117,6 @@ def test_text_and_json():
         (["--family=sdxl"], "--family is for --estimate only"),
         (["--estimate", "--kerascv"], "--kerascv is for measuring; --estimate takes dtype, estimate, family, height"),
         (["--estimate", "--family=sd1", "--models=exports/emoji"], "--family and --models: give one or the other"),
-        (["--estimate", "--dtype=float16"], "--dtype goes with --family; an export has its own"),
         (["--estimate", "--models="], "nothing to estimate: expected --models EXPORT[,EXPORT...] or --family"),
     ],
 )
