@@ -5,6 +5,7 @@ images, CLIP's own vocabulary.
 """
 
 import copy
+import fcntl
 import functools
 import json
 import os
@@ -176,17 +177,37 @@ def export_spec():
 
 @pytest.fixture(scope="session")
 def exports(checkpoint_folder, export_spec, tmp_path_factory) -> Path:
-    """Folder of the exports below; tests must not change them."""
+    """Folder for other exports of one test process; tests must not change what is there."""
     return tmp_path_factory.mktemp("exports")
 
 
 @pytest.fixture(scope="session")
-def tiny_export(exports, checkpoint_folder, export_spec) -> Path:
+def once(tmp_path_factory):
+    """Function (name, make) -> a folder of that name that make(folder) filled in the first test process to ask."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def get(name: str, make) -> Path:
+        folder, made = shared / name, shared / f".{name}.made"
+        with open(shared / f".{name}.asked", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                make(folder)
+                made.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_export(once, checkpoint_folder, export_spec) -> Path:
     """2 prompts x 2 images, float32, no twins."""
     from pipeline import export, sources
 
-    export.export(sources.diffusers_source(checkpoint_folder), exports / "tiny", export_spec())
-    return exports / "tiny"
+    return once(
+        "tiny", lambda folder: export.export(sources.diffusers_source(checkpoint_folder), folder, export_spec())
+    )
 
 
 @pytest.fixture(scope="session")
@@ -218,38 +239,41 @@ else:
 
 
 @pytest.fixture(scope="session")
-def single_export(exports, checkpoint_folder, run_command) -> Path:
+def single_export(once, checkpoint_folder, run_command) -> Path:
     """1 prompt x 1 image with XLA twins of all three parts, made by the command line without the peers' libraries."""
-    arguments = ["--checkpoint", checkpoint_folder, "--output_dir", exports / "single", "--max_steps", 12]
-    arguments += ["--height", SIZE["height"], "--width", SIZE["width"]]
-    twins = ["--jit_compile", "--jit_components", "text_encoder,unet,decoder"]
-    run = run_command("serialize_savedmodels.py", *arguments, *twins)
-    assert run.returncode == 0, run.stderr
-    assert "Traceback" not in run.stderr and f"exported {exports / 'single'} version 1" in run.stdout
-    return exports / "single"
+
+    def make(folder):
+        arguments = ["--checkpoint", checkpoint_folder, "--output_dir", folder, "--max_steps", 12]
+        arguments += ["--height", SIZE["height"], "--width", SIZE["width"]]
+        twins = ["--jit_compile", "--jit_components", "text_encoder,unet,decoder"]
+        run = run_command("serialize_savedmodels.py", *arguments, *twins)
+        assert run.returncode == 0, run.stderr
+        assert "Traceback" not in run.stderr and f"exported {folder} version 1" in run.stdout
+
+    return once("single", make)
 
 
 @pytest.fixture(scope="session")
-def bfloat16_export(exports, checkpoint_folder, export_spec) -> Path:
+def bfloat16_export(once, checkpoint_folder, export_spec) -> Path:
     """1 prompt x 1 image, weights in bfloat16."""
     from pipeline import export, sources
 
     spec = export_spec(prompts=1, images_per_prompt=1, dtype="bfloat16")
-    export.export(sources.diffusers_source(checkpoint_folder), exports / "bfloat16", spec)
-    return exports / "bfloat16"
+    return once("bfloat16", lambda folder: export.export(sources.diffusers_source(checkpoint_folder), folder, spec))
 
 
 @pytest.fixture(scope="session")
-def tiny_sd1_export(tmp_path_factory, run_command) -> Path:
+def tiny_sd1_export(once, run_command) -> Path:
     """The tiny checkpoint that diffusers wrote: 2 prompts x 1 image of 48 x 32 pixels, with an image encoder."""
-    folder = tmp_path_factory.mktemp("peers") / "tiny_sd1"
-    sizes = ("--height", 32, "--width", 48, "--prompts", 2, "--max_steps", 20)
-    checkpoint = ROOT / "tests" / "goldens" / "tiny_sd1"
-    run = run_command(
-        *("serialize_savedmodels.py", "--checkpoint", checkpoint, "--output_dir", folder, *sizes, "--image_encoder")
-    )
-    assert run.returncode == 0, run.stderr
-    return folder
+
+    def make(folder):
+        sizes = ("--height", 32, "--width", 48, "--prompts", 2, "--max_steps", 20)
+        checkpoint = ROOT / "tests" / "goldens" / "tiny_sd1"
+        given = ("--checkpoint", checkpoint, "--output_dir", folder, *sizes, "--image_encoder")
+        run = run_command("serialize_savedmodels.py", *given)
+        assert run.returncode == 0, run.stderr
+
+    return once("tiny_sd1", make)
 
 
 @pytest.fixture(scope="session")
