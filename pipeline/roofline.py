@@ -137,7 +137,7 @@ def predict(work: Workload, device: Device, tf32: bool) -> dict:
     compute, memory = seconds["denoise per row"]
     chain = sum(count * max(seconds[name]) for count, name in work.chain())
     share = REALISTIC["half" if work.half else "tf32" if tf32 else "float32"]
-    unet = work.costs["denoise per row"]
+    costs = [work.costs[name] for _, name in work.chain()]
     return {
         "device": device.name,
         "tf32": tf32,
@@ -147,7 +147,7 @@ def predict(work: Workload, device: Device, tf32: bool) -> dict:
         "share": share,
         "step_seconds": max(compute, memory) / share,
         "chain_seconds": chain / share,
-        "memory_share": (unet.weights + unet.peak) / device.memory,
+        "memory_share": (sum(cost.weights for cost in costs) + max(cost.peak for cost in costs)) / device.memory,
     }
 
 
@@ -242,7 +242,7 @@ NOTES = [
     "Counted from the graph; nothing was measured. A multiply-add is 2 FLOPs; rest: one per number written or reduced.",
     "moved: every operation reads its inputs and writes its outputs. fused: only convolutions and products do, without",
     "attention's logits. peak: live activations. Bound: products' FLOPs / peak or (weights + fused) / bandwidth, the",
-    "larger. At a share of the bound: what published programs typically reach. memory: weights and peak of the UNet.",
+    "larger. At a share of the bound: what published programs typically reach. memory: all weights and the top peak.",
 ]
 
 
