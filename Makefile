@@ -40,7 +40,7 @@ exports/emoji.stamp: $(wildcard checkpoints/emoji/*/*.safetensors) pipeline/mani
 test: .venv/test.stamp
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest tests -n 2 --dist loadfile
+	.venv/bin/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: .venv/test.stamp peers
 	$(MAKE) bench-table

@@ -134,7 +134,7 @@ def fast_export(exports, checkpoint_folder, export_spec):
     spec = export_spec(
         prompts=1, images_per_prompt=1, max_steps=8, feature_cache=3, attention_downsample=2, weights="int8"
     )
-    export.export(sources.diffusers_source(checkpoint_folder), exports / "fast", spec)
+    export.export(sources.diffusers_source(checkpoint_folder), exports / "fast", spec, compare_float32=False)
     return exports / "fast"
 
 
@@ -145,12 +145,11 @@ def test_files_of_8_bit_weights_are_a_quarter(single_export, fast_export):
     assert size(fast_export) == pytest.approx(0.25 * size(single_export), rel=0.2)
 
 
-def test_the_manifest_says_what_was_changed_and_what_it_cost(fast_export):
+def test_the_manifest_says_what_was_changed(fast_export, export_spec):
     contract = manifest.read(fast_export)
     words = "float32, int8 weights, attention downsampled by 2, features cached for 3 steps"
-    assert contract.spec.precision == words
-    assert f"  {words} against float32:" in manifest.describe(contract)
-    assert 20 < contract.float32_difference["diffusion_model/unet"].psnr < 60
+    assert contract.spec.precision == words and f"  weights    {words}\n" in manifest.describe(contract)
+    assert contract.spec.exact == export_spec(prompts=1, images_per_prompt=1, max_steps=8) != contract.spec
 
 
 def test_pictures_do_not_depend_on_the_bar(fast_export):
