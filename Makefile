@@ -32,8 +32,9 @@ BENCH_EXPORTS = $(DTYPES:%=$(BENCH)-%)
 run: .venv/run.stamp exports/emoji.stamp
 	.venv/bin/python -m pipeline.generate $(if $(PROMPT),"$(PROMPT)",$(PROMPTS)) --output outputs --sheet outputs/sheet.png
 
-# A new version of the export whenever the checkpoint or the contract has changed.
+# Anew whenever the checkpoint or the contract has changed; what an older toolkit made cannot be added to.
 exports/emoji.stamp: $(wildcard checkpoints/emoji/*/*.safetensors) pipeline/manifest.py | .venv/run.stamp
+	.venv/bin/python -m pipeline.manifest exports/emoji > /dev/null 2>&1 || rm -rf exports/emoji
 	.venv/bin/python serialize_savedmodels.py
 	touch $@
 

@@ -54,7 +54,7 @@ def next_version(output_dir: Path, version: int | None) -> int:
     """The version to write; None takes the highest existing one + 1.
 
     Raises:
-        InputError: the version exists or is below 1, or the folder is something other than an export.
+        InputError: the version exists or is below 1, or the folder is something other than an export that can be read.
     """
     existing = manifest.list_versions(output_dir)
     if version is None:
@@ -65,6 +65,13 @@ def next_version(output_dir: Path, version: int | None) -> int:
         raise InputError(f"--version {version}: {output_dir} already has it; leave the flag out to add the next one")
     if output_dir.exists() and not existing:
         raise InputError(f"{output_dir}: exists and is not an export; name another --output_dir")
+    if existing:
+        try:
+            manifest.read(output_dir)
+        except InputError as error:
+            # Now, not after minutes of work: a new version must fit what is there.
+            why = str(error).removesuffix("; export again")
+            raise InputError(f"{why}; delete {output_dir} or name another --output_dir") from error
     return version
 
 

@@ -110,6 +110,15 @@ def test_a_folder_that_is_no_export_is_left_alone(no_tensorflow, source, export_
     assert (tmp_path / "mine" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "precious"
 
 
+def test_an_export_of_another_format_is_said_at_once(source, export_spec, tmp_path):
+    (tmp_path / "old" / "manifests").mkdir(parents=True)
+    (tmp_path / "old" / "manifests" / "1.json").write_text('{"format": 1}')
+    message = r"1.json: has format 1, this toolkit reads \d+; delete .*old or name another --output_dir$"
+    with pytest.raises(InputError, match=message):
+        export.export(source, tmp_path / "old", export_spec())
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["manifests"]
+
+
 def test_what_killed_exports_leave_is_cleared_and_nothing_else(no_tensorflow, source, export_spec, tmp_path):
     folder = tmp_path / "out"
     export.export(source, folder, export_spec())
