@@ -94,11 +94,11 @@ def of_config(config: ModelConfig, spec: ExportSpec, functions: Sequence[str] = 
     found = {}
     # What building says is about weights.
     with contextlib.redirect_stdout(None), tf.variable_creator_scope(_without_value):
-        for part, build in export._parts(source, spec, no_tokens, image_encoder=True).items():
+        for part, build in export.builders(source, spec, no_tokens, image_encoder=True).items():
             wanted = [name for name in functions if FUNCTIONS[name] == part]
             for endpoint in build()[1] if wanted else ():
                 if endpoint.name in wanted:
-                    found |= of_function(endpoint.name, export._function(endpoint))
+                    found |= of_function(endpoint.name, export.concrete_function(endpoint))
     return found
 
 

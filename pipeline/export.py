@@ -78,10 +78,10 @@ def export(
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with publish.lock(output_dir), publish.workspace(output_dir) as work:
             version = publish.next_version(output_dir, version)
-            parts = _parts(source, spec, empty_tokens, image_encoder)
+            parts = builders(source, spec, empty_tokens, image_encoder)
             exact = {}
             if compare_float32 and spec != spec.exact and source.learned:
-                exact = _parts(source, spec.exact, empty_tokens, image_encoder)
+                exact = builders(source, spec.exact, empty_tokens, image_encoder)
             result = _write(source, work, spec, jit_components, version, parts, exact, warmup_xla)
             publish.publish(work, output_dir, result)
     except (
@@ -177,7 +177,7 @@ def _write(
     return result
 
 
-def _parts(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) -> dict[str, Callable]:
+def builders(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) -> dict[str, Callable]:
     """Part -> function that builds and fills its layers: () -> ({name: variable to save}, endpoints)."""
     config, dtype = source.config, spec.dtype
     store = layers.quantise if spec.weights == "int8" else lambda model: None
@@ -247,7 +247,7 @@ def _run_part(part: str, build: Callable, config: ModelConfig) -> dict[str, dict
     with contextlib.redirect_stdout(None):
         _, made = build()
     chosen = [endpoint for endpoint in made if endpoint.name in precision.COMPARED]
-    results = {e.name: _function(e)(**_tensors(_example(e, config))) for e in chosen}
+    results = {e.name: concrete_function(e)(**_tensors(_example(e, config))) for e in chosen}
     outputs = {name: {k: v.numpy() for k, v in found.items()} for name, found in results.items()}
     del made, chosen, results
     release_memory()
@@ -263,11 +263,11 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     module = tf.Module()
     module.weights = variables
     publish.check_space(folder, sum(v.dtype.size * int(np.prod(v.shape)) for v in variables.values()))
-    functions = {e.name: _function(e) for e in made}
+    functions = {e.name: concrete_function(e) for e in made}
     described = {e.name: Signature(e.inputs, e.outputs) for e in made}
     for endpoint in made:
         if jit and endpoint.twin:
-            functions[f"{endpoint.name}_xla"] = _function(endpoint, jit=True)
+            functions[f"{endpoint.name}_xla"] = concrete_function(endpoint, jit=True)
             described[f"{endpoint.name}_xla"] = described[endpoint.name]
     print(f"{folder.parent.name}: saving {', '.join(functions)}", flush=True)
     # Gradients through an export are of no use, and tracing them takes time.
@@ -288,7 +288,7 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     return described, live
 
 
-def _function(endpoint: endpoints.Endpoint, jit: bool = False):
+def concrete_function(endpoint: endpoints.Endpoint, jit: bool = False):
     """An endpoint as a concrete function with named inputs and outputs.
 
     Shape guards and checks sit outside the compiled body: XLA would compile anew for another shape, and cannot raise.

@@ -41,9 +41,9 @@ def signatures(xl_export):
             return load.function(manifest.read(xl_export), part, name)
         if (case, part) not in parts:
             source = sources.diffusers_source(FAMILIES / case)
-            build = export._parts(source, SPEC, export._empty_tokens(source), False)[part]
+            build = export.builders(source, SPEC, export._empty_tokens(source), False)[part]
             parts[case, part] = build()
-        return export._function(next(e for e in parts[case, part][1] if e.name == name))
+        return export.concrete_function(next(e for e in parts[case, part][1] if e.name == name))
 
     return get
 

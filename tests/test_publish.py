@@ -44,7 +44,7 @@ def no_tensorflow(monkeypatch):
         described = {e.name: manifest.Signature(e.inputs, e.outputs) for e in build()}
         return described | ({f"{name}_xla": s for name, s in described.items()} if jit else {}), []
 
-    monkeypatch.setattr(export, "_parts", parts)
+    monkeypatch.setattr(export, "builders", parts)
     monkeypatch.setattr(export, "_save_part", save_part)
     monkeypatch.setattr(export, "_reload", lambda folder, live: ())
     monkeypatch.setattr(export, "_run_part", lambda part, build, config: {})
