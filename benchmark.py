@@ -45,7 +45,7 @@ WORKERS = {
     "export": [sys.executable, str(ROOT / "benchmark.py"), "--worker"],
     "kerascv": [sys.executable, str(ROOT / "tests" / "peers" / "kerascv.py")],
 }
-JIT_COMPONENTS = ("text_encoder", "unet", "decoder")
+JIT_COMPONENTS = tuple(manifest.JIT_COMPONENTS)
 CALL_PATH = "encode, denoise and decode of pipeline.load.local, the whole loop in one call"
 log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "call_path": CALL_PATH,
         "jit_components": FLAGS.jit_components,
         "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
-        "networks": "sd1" if same_networks and spec.dtype == "float32" else contract.export_id,
+        "networks": "sd1" if same_networks and spec == spec.exact else contract.export_id,
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
         "unet_calls": len(generate.table(functions, chosen)[0].rows),

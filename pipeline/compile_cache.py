@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 
 from models.config import InputError
-from pipeline import cli, timing
+from pipeline import cli, manifest, timing
 
 TOOLKIT = "stable-diffusion-tensorflow"  # our folder in the user's cache folder
 LIMIT_BYTES = 2 << 30  # of all keys together; see `_trim`
@@ -210,7 +210,7 @@ def check(place: Path) -> tuple[dict[str, Path], list[Path]]:
             continue
         match = ENTRY.fullmatch(path.name)
         try:
-            if match and _hash(path) == match["sha256"]:
+            if match and manifest.sha256(path) == match["sha256"]:
                 whole[match["name"]] = path
             else:
                 damaged.append(path)
@@ -252,7 +252,7 @@ def keep(place: Path, links: Path) -> int:
     for path in sorted(links.glob("*.pb")):
         if path.is_symlink() or path.name in present:  # present: another process was first
             continue
-        target = place / f"{path.name}.{_hash(path)}"
+        target = place / f"{path.name}.{manifest.sha256(path)}"
         os.rename(path, target)
         os.symlink(target, path)
         moved += 1
@@ -320,11 +320,6 @@ def _flock(path: Path, wait: bool) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _delete(path: Path) -> None:

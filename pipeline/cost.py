@@ -20,18 +20,16 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import DecodeError
-from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from models.config import ExportSpec, InputError, ModelConfig, Size
 from pipeline import export, manifest, sources
 from pipeline.count import Counted, Library
 from pipeline.roofline import KINDS
+from pipeline.serving import graph
 
 # Counted functions, and the part that each is in.
 FUNCTIONS = {
@@ -68,13 +66,14 @@ def of_export(contract: manifest.Manifest, size: Size) -> dict[str, Cost]:
     found, libraries = {}, {}
     for name in (name for name, part in FUNCTIONS.items() if part in contract.signatures):
         part = FUNCTIONS[name]
-        path = contract.path(part) / "saved_model.pb"
+        path = contract.path(part)
         if part not in libraries:
-            libraries[part] = _read(path)
-        graph, library = libraries[part]
+            meta = graph.read(path).meta
+            libraries[part] = meta, Library(meta.graph_def)
+        meta, library = libraries[part]
         signature = name if part == "text_encoder" else contract.spec.signature(name, size)
-        outputs = [info.name for info in graph.signature_def[signature].outputs.values()]
-        counted = library.body(f"{path}: {signature}", graph.graph_def.node, {}, outputs)
+        outputs = [info.name for info in meta.signature_def[signature].outputs.values()]
+        counted = library.body(f"{path}: {signature}", meta.graph_def.node, {}, outputs)
         found |= _costs(name, counted, contract.signatures[part][signature].inputs)
     return found
 
@@ -111,21 +110,9 @@ def _without_value(next_creator, initial_value, **options):
 
 def of_function(name: str, concrete) -> dict[str, Cost]:
     """Costs of a concrete function under its name; of one called `LOOP`, outside its loop and per row."""
-    graph = concrete.graph.as_graph_def(add_shapes=True)
-    counted = Library(graph).body(name, graph.node, {}, [tensor.name for tensor in concrete.outputs])
+    traced = concrete.graph.as_graph_def(add_shapes=True)
+    counted = Library(traced).body(name, traced.node, {}, [tensor.name for tensor in concrete.outputs])
     return _costs(name, counted, tf.nest.flatten(concrete.structured_input_signature))
-
-
-def _read(path: Path):
-    """A SavedModel's graph with its signatures, and the functions in it."""
-    saved = saved_model_pb2.SavedModel()
-    try:
-        saved.ParseFromString(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); --estimate needs the export's graphs") from error
-    except DecodeError as error:
-        raise InputError(f"{path}: not a SavedModel ({error}); export again") from error
-    return saved.meta_graphs[0], Library(saved.meta_graphs[0].graph_def)
 
 
 def _costs(name: str, counted: Counted, inputs: Sequence) -> dict[str, Cost]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from models.config import InputError, read_json
 from models.families import FAMILIES
-from pipeline import kerascv
+from pipeline import kerascv, manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "peers"
@@ -23,7 +23,6 @@ CACHE = ROOT / "build" / "peers"  # what a peer makes of a checkpoint once
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 SAMPLERS = ("ddim", "euler")  # those that the peers' scripts know
 DTYPES = ("float32", "bfloat16")
-KERASCV_COMPONENTS = ("text_encoder", "unet", "decoder")
 MISSING = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
 log = logging.getLogger(__name__)
 
@@ -234,7 +233,7 @@ def kerascv_workload(first: dict | None, flags: dict, random_weights: bool, of: 
         "of": of,
         "kind": "kerascv",
         "call_path": "StableDiffusion.text_to_image of keras_cv, two UNet calls from Python per step",
-        "jit_components": list(KERASCV_COMPONENTS),
+        "jit_components": list(manifest.JIT_COMPONENTS),
         "networks": "sd1",
         "settings": {
             "sampler": "ddim (its own steps)",
