@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import importlib.util
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -25,10 +24,12 @@ from pipeline import (
     cli,
     compile_cache,
     generate,
+    likeness,
     load_test,
     manifest,
     markdown,
     noise,
+    peak,
     peers,
     report,
     roofline,
@@ -54,10 +55,10 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
     if FLAGS.worker:
-        return timing.answer(FLAGS.worker, load_export, compile_cache.runtime(FLAGS.worker))
-    check_estimate_flags()
+        return timing.answer(FLAGS.worker, load_row, compile_cache.runtime(FLAGS.worker))
+    roofline.check_flags()
     if FLAGS.estimate:
-        return print_estimates()
+        return roofline.print_estimates(ROOT)
     check_flags()
     cli.set_flags_before_tensorflow(FLAGS.xla_flags, FLAGS.tf_xla_flags)
     rows = plan()
@@ -69,6 +70,8 @@ def main(argv):
         "order": report.order(len(rows), FLAGS.rounds),
         "rows": [],
     }
+    if FLAGS.peak:
+        result["peak"] = peak.measure(list(dict.fromkeys(row["dtype"] for row in rows)), WORKERS["export"])
     peers.prepare(rows)
     try:
         measure_rows(rows, result, FLAGS.json, FLAGS.price_per_hour)
@@ -76,11 +79,16 @@ def main(argv):
             result["load"] = load_server(rows)
             if FLAGS.json:
                 timing.write_json(FLAGS.json, result)
+        if FLAGS.peak:
+            result["rows"] = peak.with_flops(result["rows"])
+            if FLAGS.json:
+                timing.write_json(FLAGS.json, result)
     finally:
         # Also after Ctrl-C: what was measured is not lost.
         print(report.text(result))
         lines = load_test.overhead(result["rows"])
         lines += load_test.text(result["load"], rows[0]["images"]) if "load" in result else []
+        lines += peak.text(result) if FLAGS.peak else []
         lines += choice.keep_best(result["rows"]) if FLAGS.sweep else []
         print("\n".join(lines))
     if FLAGS.markdown:
@@ -88,45 +96,6 @@ def main(argv):
     if FLAGS.plot and any("stages" in row for row in result["rows"]):
         report.plot(result, FLAGS.plot)
     return int(any("error" in row for row in result["rows"]))
-
-
-def check_estimate_flags() -> None:
-    """Refuse flags of --estimate without it, and beside it what is for measuring."""
-    if not FLAGS.estimate:
-        for name in roofline.FLAGS:
-            if FLAGS[name].value is not None:
-                raise InputError(f"--{name} is for --estimate only; what is measured is an export or KerasCV")
-        return
-    for name in FLAGS.get_key_flags_for_module(sys.argv[0]):
-        if name.present and name.name not in roofline.USED:
-            raise InputError(f"--{name.name} is for measuring; --estimate takes {', '.join(sorted(roofline.USED))}")
-    if FLAGS.family and FLAGS["models"].present:
-        raise InputError("--family and --models: give one or the other; --family needs no export")
-    for name in ("dtype", "images_per_prompt"):
-        if FLAGS[name].value is not None and not FLAGS.family:
-            raise InputError(f"--{name} goes with --family; an export has its own")
-    if not FLAGS.family and not FLAGS.models:
-        raise InputError("nothing to estimate: expected --models EXPORT[,EXPORT...] or --family")
-    timing.check_writable("--json", FLAGS.json)
-
-
-def print_estimates() -> None:
-    """Count, predict, print; nothing is measured."""
-    # Counting needs no card, and whoever uses it shall keep it.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    cli.import_tensorflow()
-    if FLAGS.family:
-        side = FAMILIES[FLAGS.family].default_size
-        size = Size(FLAGS.width or side, FLAGS.height or side)
-        given = (size, FLAGS.images_per_prompt or 1, FLAGS.dtype or "float32", FLAGS.num_steps)
-        works = [roofline.of_family(FLAGS.family, *given)]
-    else:
-        given = (FLAGS.width, FLAGS.height, FLAGS.num_steps)
-        works = [roofline.of_export(manifest.read(name), *given) for name in FLAGS.models]
-    found = [roofline.estimate(work, FLAGS.tf32) for work in works]
-    if FLAGS.json:
-        timing.write_json(FLAGS.json, {"command": sys.argv, **timing.software(ROOT), "estimates": found})
-    print(roofline.text(found))
 
 
 def check_flags() -> None:
@@ -143,6 +112,8 @@ def check_flags() -> None:
     ways_asked = [name for name in ("jit_compile", "sweep", "compile") if FLAGS[name].value not in (None, False)]
     if len(ways_asked) > 1:
         raise InputError(f"--{' and --'.join(ways_asked)}: give one")
+    if FLAGS.guidance_interval is not None:
+        check_interval(FLAGS.guidance_interval)
     if FLAGS.all_sizes and (FLAGS.height or FLAGS.width):
         raise InputError("--all_sizes and --height/--width: give one or the other")
     if FLAGS.clients and not FLAGS.server:
@@ -158,9 +129,24 @@ def check_flags() -> None:
     noise.image_seeds(FLAGS.seed, 1)
 
 
+def check_interval(given: list[str]) -> None:
+    """Refuse what is no part of a run."""
+    try:
+        start, end = map(float, given)
+    except ValueError:
+        start, end = 1.0, 0.0
+    if not 0 <= start < end <= 1:
+        found = ",".join(given)
+        raise InputError(f"--guidance_interval {found}: expected START,END with 0 <= START < END <= 1, e.g. 0.1,0.7")
+    if FLAGS.sweep:
+        raise InputError("--guidance_interval and --sweep: give one; the choice is made with guidance in every step")
+
+
 def plan() -> list[dict]:
     """One row per configuration, as plain data: what its worker needs and what its reader wants to know."""
     exports = [each for contract in [manifest.read(name) for name in FLAGS.models] for each in of_export(contract)]
+    if FLAGS.guidance_interval:
+        exports += [within_interval(each, *map(float, FLAGS.guidance_interval)) for each in exports]
     workloads = list(exports)
     if FLAGS.kerascv:
         asked = {name: FLAGS[name].value for name in ("height", "width", "num_steps", "guidance_scale")}
@@ -182,6 +168,14 @@ def plan() -> list[dict]:
         given = (FLAGS.checkpoint, FLAGS.peer_bfloat16_vae, found)
         rows += [row | common for row in peers.workloads(FLAGS.peers, exports, *given)]
     return rows
+
+
+def within_interval(workload: dict, start: float, end: float) -> dict:
+    """The same workload, guided in a part of the run only."""
+    changed = ", ".join(filter(None, [workload["approximate"], f"guided in {start:g}..{end:g} of the run"]))
+    settings = workload["settings"] | {"guidance_start": start, "guidance_end": end}
+    of = f"{workload['of']} guided {start:g}..{end:g}"
+    return {**workload, "of": of, "settings": settings, "approximate": changed}
 
 
 def ways(workload: dict) -> list[tuple[str, dict]]:
@@ -257,6 +251,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "jit_components": FLAGS.jit_components,
         "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
         "networks": "sd1" if same_networks and spec == spec.exact else contract.export_id,
+        "approximate": likeness.approximations(spec),
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
         "unet_calls": len(generate.table(functions, chosen)[0].rows),
@@ -285,7 +280,7 @@ def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hou
         outcome = f"failed: {answer['error']}" if "error" in answer else "done"
         print(f"{where}: {outcome}; {time.perf_counter() - start:.0f} s", file=sys.stderr)
         done = [(row, tries) for row, tries in zip(rows, answers, strict=True) if tries]
-        pooled = [report.pooled(row, tries, price_per_hour, report.expected(row, done)) for row, tries in done]
+        pooled = [report.pooled(row, tries, price_per_hour, likeness.expected(row, done)) for row, tries in done]
         result["rows"] = report.with_ratios(pooled)
         if json:
             timing.write_json(json, result)
@@ -304,6 +299,11 @@ def load_server(rows: list[dict]) -> dict:
 
 
 # === In the worker ===
+
+
+def load_row(row: dict):
+    """What a row asks this process for, as a function to be timed."""
+    return peak.load(row) if row["kind"] == "peak" else load_export(row)
 
 
 def load_export(row: dict):
@@ -356,6 +356,9 @@ if __name__ == "__main__":
     flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's. KerasCV has its own.")
     flags.DEFINE_integer("num_steps", None, "Denoising steps. Default: the export's; KerasCV takes the first export's.")
     flags.DEFINE_float("guidance_scale", None, "Classifier-free guidance. Default: as for --num_steps.")
+    flags.DEFINE_list(
+        "guidance_interval", None, "START,END: rows guided in that part of the run only, beside the others."
+    )
     flags.DEFINE_integer("seed", 0, "Seed of the first image; the same in every call.")
     flags.DEFINE_integer("warmup", 1, "Calls that are not counted, after the first, cold one.", lower_bound=0)
     flags.DEFINE_integer("repeats", 5, "Calls that are counted, per row and round.", lower_bound=1)
@@ -374,6 +377,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("checkpoint", None, "Folder that --peers load. Default: checkpoints/NAME OF THE EXPORT'S.")
     flags.DEFINE_bool("peer_bfloat16_vae", False, "Rows of --peers whose decoder is bfloat16 too, beside the usual.")
     flags.DEFINE_bool("all_sizes", False, "Every size that the exports hold, instead of one.")
+    flags.DEFINE_bool("peak", False, "Measure what this machine reaches at the most, and each row's share of it.")
     flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)
     flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")

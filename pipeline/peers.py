@@ -141,8 +141,14 @@ def workloads(
         found: of `pythons`.
 
     Raises:
-        InputError: an export whose work the peers cannot do, or as `checkpoint`.
+        InputError: an export whose work the peers cannot do, only approximate ones, or as `checkpoint`.
     """
+    for export in exports:
+        if export["approximate"]:
+            log.warning("--peers draw exactly: none for %s (%s)", export["of"], export["approximate"])
+    exports = [export for export in exports if not export["approximate"]]
+    if not exports:
+        raise InputError("--peers draw exactly, and every row asked for is an approximation: add an exact export")
     rows: dict[tuple, dict] = {}
     folders: dict[str, tuple[Path, str]] = {}
     for export in exports:

@@ -1,10 +1,10 @@
 """What a benchmark measured, for people: one table, the ratios that mean something, a bar chart. No TensorFlow."""
 
-import hashlib
-
 import numpy as np
 
 from models.config import InputError
+from pipeline import likeness
+from pipeline.likeness import Expected, same_work
 from pipeline.timing import TOTAL, summary
 
 STAGES = ("text_encoder", "diffusion", "decoder", TOTAL)
@@ -18,14 +18,14 @@ def order(rows: int, rounds: int) -> list[int]:
     return [i for r in range(rounds) for i in (range(rows) if r % 2 == 0 else reversed(range(rows)))]
 
 
-def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: np.ndarray | None = None) -> dict:
+def pooled(row: dict, answers: list[dict], price_per_hour: float | None, wanted: Expected | None = None) -> dict:
     """One row with the answers of all its rounds.
 
     Args:
         row: what was asked for.
         answers: of `timing.isolated`, one per round so far; failed ones hold "error".
         price_per_hour: dollars, or None.
-        plain: pictures to compare with, see `expected`.
+        wanted: what it should draw.
 
     Returns:
         `row` with stages (stage -> `timing.summary` of all rounds' times), the rounds themselves, and what follows
@@ -49,36 +49,12 @@ def pooled(row: dict, answers: list[dict], price_per_hour: float | None, plain: 
         "seconds_per_step": stages["diffusion"]["p50"] / row["settings"]["num_steps"],
         "images_per_second": images_per_second,
         "cores_busy": float(np.mean([answer["cores_busy"] for answer in good])),
-        "picture": picture(good[-1]["images"], plain, "ours" if row.get("same_noise") else "plain"),
+        "picture": likeness.picture(good[-1]["images"], wanted),
         **{name: _largest(good, name) for name in ("peak_rss_bytes", "peak_anonymous_bytes")},
     }
     if price_per_hour is not None:
         entry["images_per_dollar"] = images_per_second * 3600 / price_per_hour
     return entry
-
-
-def plain(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
-    """The pictures that an XLA row should equal: those of the plain row of the same thing, if it has any."""
-    drawn = [
-        answer["images"]
-        for other, answers in done
-        for answer in answers
-        if row["jit_compile"] and not other["jit_compile"] and other["of"] == row["of"] and "images" in answer
-    ]
-    return drawn[0] if drawn else None
-
-
-def expected(row: dict, done: list[tuple[dict, list[dict]]]) -> np.ndarray | None:
-    """The pictures that a row should draw: an XLA row those of its plain one, a peer with our noise those of ours."""
-    if not row.get("same_noise"):
-        return plain(row, done)
-    drawn = [
-        answer["images"]
-        for other, answers in done
-        for answer in answers
-        if other["kind"] == "export" and _same_work(other, row) and "images" in answer
-    ]
-    return drawn[0] if drawn else None
 
 
 def cold_start(answer: dict, warm: float) -> dict[str, float]:
@@ -97,15 +73,6 @@ def cold_start(answer: dict, warm: float) -> dict[str, float]:
 
 def _largest(answers: list[dict], name: str) -> int | None:
     return max((answer[name] for answer in answers if answer[name] is not None), default=None)
-
-
-def picture(images: np.ndarray, plain: np.ndarray | None, whose: str = "plain") -> dict:
-    """What was drawn, uint8[N, H, W, 3]: its hash, and how many of 255 levels it is away from what it should be."""
-    result = {"sha256": hashlib.sha256(images.tobytes()).hexdigest()}
-    if plain is not None and plain.shape == images.shape:
-        levels = np.abs(images.astype(int) - plain.astype(int))
-        result |= {f"max_levels_from_{whose}": int(levels.max()), f"mean_levels_from_{whose}": float(levels.mean())}
-    return result
 
 
 def text(result: dict) -> str:
@@ -207,7 +174,7 @@ def table(cells: list[list[str]], left: tuple[int, ...]) -> list[str]:
 def notes(result: dict) -> list[str]:
     """Ratios, what they stand on, and whatever should make a reader careful."""
     rows = [row for row in result["rows"] if "stages" in row]
-    lines = [*ratios(rows), *_pictures(rows), *_conditions(result)]
+    lines = [*ratios(rows), *likeness.notes(rows), *_conditions(result)]
     lines += [f"{label(row)}: {how(row, {})}" for row in rows if "flags" in device(row)]
     if any("to_ours" in row and row["kind"] != "export" for row in rows):
         lines.append("to ours: seconds of the whole chain as a multiple of our fastest row's for the same work")
@@ -250,15 +217,9 @@ def _speed(slow: dict, fast: dict) -> str:
     return f"{by_medians}, {ratio(TOTAL, 'min')} (diffusion {ratio('diffusion', 'min')}) by minima"
 
 
-def _same_work(a: dict, b: dict) -> bool:
-    keys = ("networks", "images", "height", "width", "dtype", "unet_calls")
-    same_guidance = a["settings"]["guidance_scale"] == b["settings"]["guidance_scale"]
-    return same_guidance and all(a[key] == b[key] for key in keys)
-
-
 def _comparable(ours: dict, row: dict) -> bool:
     """KerasCV is compared with and without XLA; peers that have no XLA are whatever they are at their best."""
-    return _same_work(ours, row) and (row["kind"] != "kerascv" or ours["jit_compile"] == row["jit_compile"])
+    return same_work(ours, row) and (row["kind"] != "kerascv" or ours["jit_compile"] == row["jit_compile"])
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
@@ -295,20 +256,6 @@ def how(row: dict, environment: dict[str, str | None]) -> str:
         own = {name: environment.get(name) for name in ("XLA_FLAGS", "TF_XLA_FLAGS")} | own
     how = f"XLA: {', '.join(row['jit_components'])}" if row["jit_compile"] else "plain graph"
     return "; ".join([how, *(f"{name}={value}" for name, value in own.items() if value)])
-
-
-def _pictures(rows: list[dict]) -> list[str]:
-    return [
-        f"{label(row)} draws the plain row's picture to {row['picture']['max_levels_from_plain']} of 255 levels, "
-        f"{row['picture']['mean_levels_from_plain']:.3g} on average"
-        for row in rows
-        if "max_levels_from_plain" in row["picture"]
-    ] + [
-        f"{label(row)} draws our picture to {row['picture']['max_levels_from_ours']} of 255 levels, "
-        f"{row['picture']['mean_levels_from_ours']:.3g} on average, from the same noise"
-        for row in rows
-        if "max_levels_from_ours" in row["picture"]
-    ]
 
 
 def _conditions(result: dict) -> list[str]:

@@ -5,17 +5,23 @@ least the bytes it must move over the bandwidth of its memory. That is the bound
 """
 
 import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from absl import flags
 
 from models.config import ExportSpec, InputError, ModelConfig, Size
 from models.families import FAMILIES
-from pipeline import report
+from pipeline import cli, manifest, report, timing
 from pipeline.manifest import Manifest, pick_size
 
 KINDS = ("convolution", "matmul", "attention", "rest")  # of FLOPs
 
+FLAGS = flags.FLAGS
 # Flags of benchmark.py that are for estimates alone, and all that count for one.
-FLAGS = ("family", "dtype", "images_per_prompt")
-USED = {*FLAGS, "estimate", "models", "width", "height", "num_steps", "tf32", "json"}
+ESTIMATE_FLAGS = ("family", "dtype", "images_per_prompt")
+USED = {*ESTIMATE_FLAGS, "estimate", "models", "width", "height", "num_steps", "tf32", "json"}
 GIGA, TERA = 10**9, 10**12
 HALVES = ("bfloat16", "float16")
 # What programs reach of the bound: in half precision the median of the compiled ones below (10 to 63 %), in TF32 the
@@ -219,6 +225,48 @@ def estimate(work: Workload, tf32: bool) -> dict:
         "predictions": [predict(work, device, tf32) for device in DEVICES],
         "published": published(work),
     }
+
+
+# === The command ===
+
+
+def check_flags() -> None:
+    """Refuse flags of --estimate without it, and beside it what is for measuring."""
+    if not FLAGS.estimate:
+        for name in ESTIMATE_FLAGS:
+            if FLAGS[name].value is not None:
+                raise InputError(f"--{name} is for --estimate only; what is measured is an export or KerasCV")
+        return
+    for name in FLAGS.get_key_flags_for_module(sys.argv[0]):
+        if name.present and name.name not in USED:
+            raise InputError(f"--{name.name} is for measuring; --estimate takes {', '.join(sorted(USED))}")
+    if FLAGS.family and FLAGS["models"].present:
+        raise InputError("--family and --models: give one or the other; --family needs no export")
+    for name in ("dtype", "images_per_prompt"):
+        if FLAGS[name].value is not None and not FLAGS.family:
+            raise InputError(f"--{name} goes with --family; an export has its own")
+    if not FLAGS.family and not FLAGS.models:
+        raise InputError("nothing to estimate: expected --models EXPORT[,EXPORT...] or --family")
+    timing.check_writable("--json", FLAGS.json)
+
+
+def print_estimates(root: Path) -> None:
+    """Count, predict, print; nothing is measured. `root`: the repository, for the versions."""
+    # Counting needs no card, and whoever uses it shall keep it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    cli.import_tensorflow()
+    if FLAGS.family:
+        side = FAMILIES[FLAGS.family].default_size
+        size = Size(FLAGS.width or side, FLAGS.height or side)
+        given = (size, FLAGS.images_per_prompt or 1, FLAGS.dtype or "float32", FLAGS.num_steps)
+        works = [of_family(FLAGS.family, *given)]
+    else:
+        given = (FLAGS.width, FLAGS.height, FLAGS.num_steps)
+        works = [of_export(manifest.read(name), *given) for name in FLAGS.models]
+    found = [estimate(work, FLAGS.tf32) for work in works]
+    if FLAGS.json:
+        timing.write_json(FLAGS.json, {"command": sys.argv, **timing.software(root), "estimates": found})
+    print(text(found))
 
 
 # === For people ===

@@ -12,7 +12,7 @@ import pytest
 
 import benchmark
 from models.config import InputError
-from pipeline import manifest, report, timing
+from pipeline import likeness, manifest, report, timing
 from pipeline.manifest import Functions
 
 ROOT = Path(__file__).parents[1]
@@ -192,8 +192,8 @@ def test_xla_pictures_are_compared_with_the_plain_ones():
     off[0, 0, 0, 0] = 200  # uint8 differences must not wrap around
     plain, xla, other = row("plain"), row("xla", jit=True), row("other", of="b", jit=True)
     done = [(plain, [answer([1.0], black)]), (xla, [answer([1.0], off)]), (other, [answer([1.0], off)])]
-    assert report.plain(plain, done) is None and report.plain(other, done) is None
-    entry = report.pooled(xla, done[1][1], None, report.plain(xla, done))
+    assert likeness.expected(plain, done) is None and likeness.expected(other, done) is None
+    entry = report.pooled(xla, done[1][1], None, likeness.expected(xla, done))
     assert entry["picture"]["max_levels_from_plain"] == 200
     assert entry["picture"]["mean_levels_from_plain"] == pytest.approx(200 / 384)
     assert "xla draws the plain row's picture to 200 of 255 levels" in report.text(result([entry]))
@@ -347,6 +347,7 @@ def test_plot_without_matplotlib(monkeypatch, tmp_path):
         (["--models="], "nothing to measure"),
         (["--jit_components=vae"], "--jit_components 'vae': must be one or more of text_encoder,unet,decoder"),
         (["--json=no/such/file.json"], "--json no/such/file.json: expected a file in an existing folder"),
+        (["--guidance_interval=0,0.5", "--sweep"], "--guidance_interval and --sweep: give one"),
         (["--random_weights"], "--random_weights is for --kerascv only"),
         (["--models=", "--kerascv", "--width=200"], "--width 200: KerasCV draws multiples of 128 pixels"),
         (["--models=", "--kerascv", "--num_steps=0"], "--num_steps must be 1..1000"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.config import InputError
-from pipeline import markdown, peers, report
+from pipeline import likeness, markdown, peers, report
 
 SETTINGS = {"sampler": "ddim", "num_steps": 4, "guidance_scale": 3.0, "guidance_rescale": 0.0}
 SIZES = {"images": 2, "height": 8, "width": 16, "unet_calls": 4}
@@ -21,7 +21,8 @@ def export(dtype="float32", sampler="ddim", **spec):
     spec = {"prompts": 1, "images_per_prompt": 2, "prompt_chunks": 1, **spec}
     facts = {"folder": "exports/a", "checkpoint": "emoji", "spec": spec}
     settings = SETTINGS | {"sampler": sampler}
-    return {**SIZES, "kind": "export", "dtype": dtype, "networks": dtype, "settings": settings, "export": facts}
+    row = {"kind": "export", "of": "a", "approximate": "", "networks": dtype}
+    return {**SIZES, **row, "dtype": dtype, "settings": settings, "export": facts}
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_a_row_per_peer_dtype_and_decoder(checkpoint):
     (compiled,) = peers.workloads(["diffusers_compile"], exports[:1], str(checkpoint), False, FOUND)
     assert compiled["compile"] is True and compiled["name"].startswith("diffusers compiled float32")
     json.dumps(rows)
+
+
+def test_peers_are_not_asked_for_approximations(checkpoint, caplog):
+    fast = export("bfloat16") | {"of": "fast", "approximate": "int8 weights"}
+    (row,) = peers.workloads(["openvino"], [fast, export()], str(checkpoint), False, FOUND)
+    assert row["dtype"] == "float32" and "--peers draw exactly: none for fast (int8 weights)" in caplog.text
+    with pytest.raises(InputError, match="add an exact export"):
+        peers.workloads(["openvino"], [fast], str(checkpoint), False, FOUND)
 
 
 def test_the_embedded_checkpoint_is_found_by_its_name():
@@ -192,7 +201,7 @@ def entry(name, total, kind="export", jit=False, images=0, **changes):
 
 def pooled(*entries):
     done = list(entries)
-    return report.with_ratios([report.pooled(row, got, None, report.expected(row, done)) for row, got in done])
+    return report.with_ratios([report.pooled(row, got, None, likeness.expected(row, done)) for row, got in done])
 
 
 def result(rows):
@@ -228,7 +237,7 @@ def test_peers_pictures_are_compared_with_ours():
     assert "p* draws our picture to 2 of 255 levels, 2 on average, from the same noise" in report.text(result(rows))
     failed = {"error": "gone"}
     row, _ = entry("p", 3.0, **PEER)
-    assert report.pooled(row, [failed], None, report.expected(row, [(row, [failed])]))["error"] == "gone"
+    assert report.pooled(row, [failed], None, likeness.expected(row, [(row, [failed])]))["error"] == "gone"
 
 
 def test_rows_that_were_starved_say_so():
