@@ -137,19 +137,20 @@ def _write(
     jit_parts = {COMPONENTS[name] for name in jit_components}
     signatures, differences, rounding, twins = {}, {}, {}, []
     export_id = uuid.uuid4().hex
-    for part, build in parts.items():
-        jit = part in jit_parts
-        folder = work / part / str(version)
-        expected = _run_part(part, exact[part], source.config) if part in exact else {}
-        signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
-        outputs = {name: arrays for name, _, arrays in live}
-        precision.check_finite(part, outputs, spec.dtype)
-        rounding |= precision.differences(part, expected, outputs, spec.precision)
-        for name, before, after in _reload(folder, live):
-            difference = compare(before, after)
-            differences[f"{part}/{name}"] = difference
-            _report(f"{part}/{name}", difference, RELOAD_BARS[spec.dtype])
-        twins += [f"{part}/{name}" for name in signatures[part] if name.endswith("_xla")]
+    with _graphs_as_traced():
+        for part, build in parts.items():
+            jit = part in jit_parts
+            folder = work / part / str(version)
+            expected = _run_part(part, exact[part], source.config) if part in exact else {}
+            signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
+            outputs = {name: arrays for name, _, arrays in live}
+            precision.check_finite(part, outputs, spec.dtype)
+            rounding |= precision.differences(part, expected, outputs, spec.precision)
+            for name, before, after in _reload(folder, live):
+                difference = compare(before, after)
+                differences[f"{part}/{name}"] = difference
+                _report(f"{part}/{name}", difference, RELOAD_BARS[spec.dtype])
+            twins += [f"{part}/{name}" for name in signatures[part] if name.endswith("_xla")]
     files = {str(p.relative_to(work)): manifest.sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
     result = Manifest(
         format=manifest.FORMAT,
@@ -353,6 +354,18 @@ def _reload(folder: Path, live: list) -> Iterator[tuple[str, dict, dict]]:
         yield name, outputs, {k: v.numpy() for k, v in again.items()}
     del loaded, again
     release_memory()
+
+
+@contextlib.contextmanager
+def _graphs_as_traced():
+    """Functions run unoptimised: each runs once to be compared, and optimising it would take longer than running it."""
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
 
 
 def _report(name: str, difference: Difference, bar: float) -> None:

@@ -30,7 +30,8 @@ WITHOUT_TENSORFLOW = {
     *("pipeline.serving.__main__", "pipeline.serving.serve", "pipeline.serving.source", "pipeline.serving.status"),
     *("pipeline.serving.admission", "pipeline.serving.metrics"),
     *("pipeline.pictures", "pipeline.prompts", "pipeline.schedules", "pipeline.solvers"),
-    *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare"),
+    *("pipeline.timing", "pipeline.report", "pipeline.images", "pipeline.compare", "pipeline.likeness"),
+    *("pipeline.peak", "pipeline.growth"),
     *(
         "pipeline.arrays",
         "pipeline.draw",

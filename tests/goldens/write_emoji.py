@@ -60,7 +60,8 @@ def main(archive: str):
         CHECKPOINT, dtype=torch.float32, local_files_only=True, safety_checker=None
     )
     pipe.set_progress_bar_config(disable=True)
-    latents = noise.initial_latents([SEED + i for i in range(COMPARED * SEEDS)], 8, 8)
+    side = pipe.unet.config.sample_size
+    latents = noise.initial_latents([SEED + i for i in range(COMPARED * SEEDS)], side, side)
     images = pipe(
         prompts[:COMPARED],
         num_images_per_prompt=SEEDS,
