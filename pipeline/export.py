@@ -139,17 +139,14 @@ def _write(
     export_id = uuid.uuid4().hex
     with _graphs_as_traced():
         for part, build in parts.items():
-            jit = part in jit_parts
             folder = work / part / str(version)
             expected = _run_part(part, exact[part], source.config) if part in exact else {}
+            jit = part in jit_parts
             signatures[part], live = _save_part(build, folder, source.config, jit, warmup_xla, export_id)
             outputs = {name: arrays for name, _, arrays in live}
             precision.check_finite(part, outputs, spec.dtype)
             rounding |= precision.differences(part, expected, outputs, spec.precision)
-            for name, before, after in _reload(folder, live):
-                difference = compare(before, after)
-                differences[f"{part}/{name}"] = difference
-                _report(f"{part}/{name}", difference, RELOAD_BARS[spec.dtype])
+            differences |= _differences(folder, live, RELOAD_BARS[spec.dtype])
             twins += [f"{part}/{name}" for name in signatures[part] if name.endswith("_xla")]
     files = {str(p.relative_to(work)): manifest.sha256(p) for p in sorted(work.rglob("*")) if p.is_file()}
     result = Manifest(
@@ -354,6 +351,16 @@ def _reload(folder: Path, live: list) -> Iterator[tuple[str, dict, dict]]:
         yield name, outputs, {k: v.numpy() for k, v in again.items()}
     del loaded, again
     release_memory()
+
+
+def _differences(folder: Path, live: list, bar: float) -> dict[str, Difference]:
+    """The saved part against the live model: {part/signature: difference}."""
+    found = {}
+    for name, before, after in _reload(folder, live):
+        where = f"{folder.parent.name}/{name}"
+        found[where] = compare(before, after)
+        _report(where, found[where], bar)
+    return found
 
 
 @contextlib.contextmanager
