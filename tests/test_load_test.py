@@ -121,7 +121,7 @@ def flagged(monkeypatch):
         usual = {"kerascv": False, "sampler": None, "num_steps": None, "guidance_scale": None, "prompt": "a cat"}
         usual |= {"width": None, "height": None, "jit_components": ["unet", "decoder"], "jit_compile": None}
         usual |= {"seed": 0, "warmup": 0, "repeats": 1, "tf32": False, "server": None, "clients": None}
-        usual |= {"compile_cache": "off"}
+        usual |= {"compile_cache": "off", "guidance_interval": None}
         usual |= {"peers": [], "all_sizes": False, "sweep": False, "compile": None}
         for name, value in (usual | values).items():
             setattr(given, name, value)

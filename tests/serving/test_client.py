@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import http.server
 import re
 import shutil
@@ -384,7 +385,10 @@ def test_the_command_over_rest_needs_no_tensorflow(run_command, server, copied, 
 def test_interrupting_keeps_what_is_finished(server, copied, tmp_path, no_tensorflow):
     arguments = ["--models", copied, "--server", address(server, "http"), "--output", tmp_path / "out"]
     command = [sys.executable, "-m", "pipeline.generate", "a cat", "--num_images", "4000", *map(str, arguments)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Tests that a shell started in the background ignore this signal, and so would what they start.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heed, **pipes) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
