@@ -18,6 +18,11 @@ class Expected(typing.NamedTuple):
     images: np.ndarray  # uint8[N, H, W, 3]
 
 
+def label(row: dict) -> str:
+    """A row's name, with a star where its call path is not that of the exports."""
+    return row["name"] + ("*" if row["kind"] != "export" else "")
+
+
 def same_work(a: dict, b: dict) -> bool:
     """Whether two rows compute the same pictures by the same networks, in one dtype."""
     keys = ("networks", "images", "height", "width", "dtype", "unet_calls")
@@ -102,9 +107,8 @@ def notes(rows: list[dict]) -> list[str]:
         for row in rows:
             found = row["picture"]
             if f"max_levels_from_{whose}" in found:
-                name = row["name"] + ("*" if row["kind"] != "export" else "")
                 largest, mean = (found[f"{kind}_levels_from_{whose}"] for kind in ("max", "mean"))
-                line = f"{name} draws {phrase} to {largest:.0f} of 255 levels, {mean:.3g} on average{ENDS[whose]}"
+                line = f"{label(row)} draws {phrase} to {largest:.0f} of 255 levels, {mean:.3g} on average{ENDS[whose]}"
                 lines.append(line + (_gain(row, rows) if whose == "exact" else ""))
     return lines
 

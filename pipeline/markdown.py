@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from models.config import InputError
-from pipeline import report
+from pipeline import likeness, report
 from pipeline.timing import TOTAL
 
 HEAD = ("", "dtype", "pixels", "s per step", "chain, s", "peak RSS, MB", "step to ours", "chain to ours", "how")
@@ -21,7 +21,7 @@ def text(result: dict) -> str:
 def _cells(row: dict, environment: dict) -> list[str]:
     # A star would start emphasis.
     return [
-        *(report.label(row).replace("*", "\\*"), row["dtype"], f"{row['width']}x{row['height']}"),
+        *(likeness.label(row).replace("*", "\\*"), row["dtype"], f"{row['width']}x{row['height']}"),
         *(report.number(row["seconds_per_step"]), report.number(row["stages"][TOTAL]["p50"])),
         report.megabytes(row["peak_rss_bytes"]),
         *(report.times(row, key) for key in ("seconds_per_step", TOTAL)),

@@ -11,13 +11,13 @@ import numpy as np
 
 from models.config import InputError
 from pipeline import choice, cli, report, timing
-from pipeline.likeness import same_work
+from pipeline.likeness import label, same_work
+from pipeline.roofline import GIGA
 
 MATMUL = 4096  # rows and columns
 CONVOLUTION = (2, 32, 32, 1280)  # images, height, width, channels in and out; 3x3
 FLOPS = {"matmul": 2 * MATMUL**3, "convolution": 2 * 9 * int(np.prod(CONVOLUTION)) * CONVOLUTION[-1]}
 REPEATS = 3
-GIGA = 10**9
 
 
 def measure(dtypes: list[str], command: list[str]) -> dict[str, dict[str, dict[str, float]]]:
@@ -104,9 +104,7 @@ def with_flops(rows: list[dict]) -> list[dict]:
     for row in rows:
         same = [entry for entry in ours if "stages" in row and not row.get("approximate") and same_work(entry, row)]
         if same:
-            first = same[0]
-            flops = counted[first["export"]["folder"], first["width"], first["height"]]
-            row = {**row, "flops_per_step": flops}
+            row = {**row, "flops_per_step": counted[same[0]["export"]["folder"], row["width"], row["height"]]}
         result.append(row)
     return result
 
@@ -124,5 +122,5 @@ def text(result: dict) -> list[str]:
         if "flops_per_step" in row:
             rate, most = row["flops_per_step"] / row["seconds_per_step"], best(result["peak"][row["dtype"]])
             numbers = [report.number(value / GIGA) for value in (row["flops_per_step"], rate, most)]
-            shares.append([report.label(row), *numbers, f"{rate / most:.0%}"])
+            shares.append([label(row), *numbers, f"{rate / most:.0%}"])
     return [*report.table(cells, left=(0,)), "", *report.table(shares, left=(0,))]

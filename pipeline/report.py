@@ -4,7 +4,7 @@ import numpy as np
 
 from models.config import InputError
 from pipeline import likeness
-from pipeline.likeness import Expected, same_work
+from pipeline.likeness import Expected, label, same_work
 from pipeline.timing import TOTAL, summary
 
 STAGES = ("text_encoder", "diffusion", "decoder", TOTAL)
@@ -133,11 +133,6 @@ def _cold_cells(rows: list[dict]) -> list[list[str]]:
         cache = "none" if found is None else f"{found} programs found"
         cells.append([label(row), *map(number, row["cold_start"].values()), cache])
     return cells
-
-
-def label(row: dict) -> str:
-    """A row's name, with a star where its call path is not that of the exports."""
-    return row["name"] + ("*" if row["kind"] != "export" else "")
 
 
 def number(value: float) -> str:

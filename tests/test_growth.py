@@ -5,7 +5,7 @@ import json
 import pytest
 
 from models.config import InputError
-from pipeline import cost, growth, manifest, peak, report, timing
+from pipeline import cost, growth, likeness, manifest, peak, timing
 
 
 def row(side, images=1, steps=4, **changes):
@@ -94,7 +94,7 @@ def test_shares_of_the_peak(single_export):
     rates = {"plain": {"matmul": most, "convolution": most / 2}, "XLA": {"matmul": most / 4, "convolution": 1.0}}
     lines = peak.text({"peak": {"float32": rates}, "rows": rows})
     assert peak.best(rates) == most and lines[-1].split()[-1] == lines[-2].split()[-1] == "50%"
-    assert len(lines) == 3 + 1 + 3 and report.label(same) in lines[-1]
+    assert len(lines) == 3 + 1 + 3 and likeness.label(same) in lines[-1]
 
 
 def test_a_peak_that_cannot_be_measured(monkeypatch, capsys):
