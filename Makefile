@@ -14,10 +14,10 @@ CHECKPOINT ?= checkpoints/emoji
 SIZES ?=
 FULL ?=
 FULL_SIZES ?= 256x256,512x512
-FULL_FLAGS ?= --num_steps 20 --guidance_scale 7.5 --warmup 0 --repeats 2 --rounds 2
+FULL_FLAGS ?= --jit_compile --peak --num_steps 20 --guidance_scale 7.5 --warmup 0 --repeats 1
 BENCH_FLAGS ?= --repeats 3 --rounds 2
-# bfloat16 where the processor has it
-DTYPES ?= float32 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16)
+# -cpu: --target cpu; bfloat16 where the processor has it
+VARIANTS ?= float32 float32-cpu $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16)
 PROMPT ?=
 PROMPTS = "a red apple on a blue background" "a panda on a red background" "sunflower, purple background" \
 	"laughing face with tears on black" "an owl" "a fox on a green background" "a slice of pizza on a gray background" \
@@ -25,7 +25,7 @@ PROMPTS = "a red apple on a blue background" "a panda on a red background" "sunf
 
 comma := ,
 BENCH = build/bench/$(notdir $(CHECKPOINT))$(if $(SIZES),-$(subst $(comma),-,$(SIZES)))
-BENCH_EXPORTS = $(DTYPES:%=$(BENCH)-%)
+BENCH_EXPORTS = $(VARIANTS:%=$(BENCH)-%)
 
 .PHONY: run test parity peers bench bench-table clean
 
@@ -57,8 +57,8 @@ bench-table: $(BENCH_EXPORTS:%=%/manifests/1.json)
 # Anew whenever what is exported may have changed.
 $(BENCH)-%/manifests/1.json: $(wildcard models/*.py) pipeline/export.py
 	rm -rf $(BENCH)-$*
-	.venv/bin/python serialize_savedmodels.py --checkpoint $(CHECKPOINT) --output_dir $(BENCH)-$* --dtype $* \
-		$(if $(SIZES),--sizes $(SIZES))
+	.venv/bin/python serialize_savedmodels.py --checkpoint $(CHECKPOINT) --output_dir $(BENCH)-$* \
+		--dtype $(firstword $(subst -, ,$*)) $(if $(filter %-cpu,$*),--target cpu) $(if $(SIZES),--sizes $(SIZES))
 
 build/bench/$(FAMILY)/model_index.json:
 	.venv-peers/bin/python tests/peers/write_checkpoint.py build/bench/$(FAMILY) --family $(FAMILY) \

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from models.config import DTYPES, InputError, Size
-from models.families import FAMILIES, kerascv_numerics
+from models.families import FAMILIES
 from pipeline import (
     choice,
     cli,
@@ -239,9 +239,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
     # Settings need the contract only; the functions are the worker's.
     functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
     chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
-    spec, config = contract.spec, kerascv_numerics(contract.config)
-    peer = kerascv_numerics(FAMILIES["sd1"])
-    same_networks = (config.text_encoder, config.unet, config.vae) == (peer.text_encoder, peer.unet, peer.vae)
+    spec = contract.spec
     names = [Path(name).resolve().name for name in FLAGS.models]
     folder, name = str(contract.folder), contract.folder.resolve().name
     return {
@@ -250,7 +248,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "call_path": CALL_PATH,
         "jit_components": FLAGS.jit_components,
         "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
-        "networks": "sd1" if same_networks and spec == spec.exact else contract.export_id,
+        "networks": likeness.networks(contract),
         "approximate": likeness.approximations(spec),
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},

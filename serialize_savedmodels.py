@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import DTYPES, WEIGHTS, ExportSpec, InputError, Size
+from models.config import DTYPES, TARGETS, WEIGHTS, ExportSpec, InputError, Size
 from models.families import FAMILIES
 from pipeline import cli
 
@@ -29,6 +29,10 @@ flags.DEFINE_bool("image_encoder", False, "Also write what image to image needs 
 flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can make.")
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
 flags.DEFINE_enum("weights", "dtype", WEIGHTS, "int8: kernels as 8-bit integers, multiplied out at each use.")
+flags.DEFINE_enum(
+    *("target", "any", TARGETS),
+    "cpu: what processors compute faster, in larger files; float32 only, and pictures change by rounding.",
+)
 flags.DEFINE_integer("feature_cache", 1, "Compute the UNet's deep layers at every k-th step only; changes pictures.")
 flags.DEFINE_integer(
     "attention_downsample", 1, "At the finest resolution attend to each f-th row and column only; changes pictures."
@@ -78,7 +82,7 @@ def main(argv):
         max_steps=FLAGS.max_steps,
         prompt_chunks=FLAGS.prompt_chunks,
         more_sizes=tuple(more),
-        **{name: FLAGS[name].value for name in ("feature_cache", "attention_downsample", "weights")},
+        **{name: FLAGS[name].value for name in ("feature_cache", "attention_downsample", "weights", "target")},
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
     manifest = export.export(

@@ -175,6 +175,7 @@ class ExportSpec:
     feature_cache: int = 1  # k: the UNet's deep layers are computed at every k-th step only
     attention_downsample: int = 1  # f: at the finest resolution, pixels see each f-th row and column of the others
     weights: str = "dtype"  # "dtype", or "int8": kernels stored as 8-bit integers, multiplied out at each use
+    target: str = "any"  # "any", or "cpu": computed, and kernels stored, as is faster on processors; float32 only
 
     @property
     def size(self) -> Size:
@@ -189,14 +190,16 @@ class ExportSpec:
     @property
     def exact(self) -> "ExportSpec":
         """The same without what makes pictures differ from float32's."""
-        return dataclasses.replace(self, dtype="float32", feature_cache=1, attention_downsample=1, weights="dtype")
+        unchanged = {"feature_cache": 1, "attention_downsample": 1, "weights": "dtype", "target": "any"}
+        return dataclasses.replace(self, dtype="float32", **unchanged)
 
     @property
     def precision(self) -> str:
         """What makes numbers differ, in words."""
         changes = [self.dtype, *(["int8 weights"] if self.weights == "int8" else [])]
         changes += [f"attention downsampled by {self.attention_downsample}"] * (self.attention_downsample > 1)
-        return ", ".join(changes + [f"features cached for {self.feature_cache} steps"] * (self.feature_cache > 1))
+        changes += [f"features cached for {self.feature_cache} steps"] * (self.feature_cache > 1)
+        return ", ".join(changes + ["tuned for processors"] * (self.target == "cpu"))
 
     def signature(self, name: str, size: Size) -> str:
         """What signature `name` is called for one of the sizes: denoise, denoise_768x512."""
@@ -228,6 +231,10 @@ class ExportSpec:
             raise InputError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
         if self.weights not in WEIGHTS:
             raise InputError(f"--weights {self.weights}: must be one of {', '.join(WEIGHTS)}")
+        if self.target not in TARGETS:
+            raise InputError(f"--target {self.target}: must be one of {', '.join(TARGETS)}")
+        if self.target == "cpu" and (self.dtype, self.weights) != ("float32", "dtype"):
+            raise InputError("--target cpu computes in float32: give it neither another --dtype nor --weights int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +248,7 @@ class TensorSpec:
 
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dtype", "int8")
+TARGETS = ("any", "cpu")
 # Of an ExportSpec: field -> most.
 COUNTS = {
     **{"prompts": 1024, "images_per_prompt": 1024, "prompt_chunks": 16},

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 from keras import ops
 
+from models import winograd
+
 
 class Layer(keras.layers.Layer):
     """A layer that never casts its inputs; see the module's docstring."""
@@ -22,6 +24,15 @@ class Layer(keras.layers.Layer):
     def weight(self, name: str, shape: tuple[int, ...], initializer: str) -> keras.Variable:
         """A variable whose path is LAYER/NAME."""
         return self.add_weight(name=name, shape=shape, initializer=initializer)
+
+    def tune_for_cpu(self) -> None:
+        """Compute, in float32, what is faster on processors; most layers know nothing better."""
+
+
+def tune_for_cpu(model: Layer) -> None:
+    """Let each layer of a network do so, once its weights are there."""
+    for layer in model._flatten_layers():
+        layer.tune_for_cpu()
 
 
 class Product(Layer):
@@ -42,11 +53,14 @@ class Product(Layer):
         kernel = self.kernel.numpy().astype("float32")
         scale = np.abs(kernel).max(axis=tuple(range(kernel.ndim - 1))) / 127
         scale = np.where(scale == 0, 1, scale).astype("float32")
-        self._untrack_variable(self.kernel)
-        self.kernel = self.add_weight(name="kernel", shape=kernel.shape, dtype="int8", initializer="zeros")
-        self.kernel.assign(np.rint(kernel / scale).astype("int8"))
+        self._store(np.rint(kernel / scale).astype("int8"))
         self.scale = self.add_weight(name="scale", shape=scale.shape, dtype="float32", initializer="zeros")
         self.scale.assign(scale)
+
+    def _store(self, kernel: np.ndarray) -> None:
+        self._untrack_variable(self.kernel)
+        self.kernel = self.add_weight(name="kernel", shape=kernel.shape, dtype=str(kernel.dtype), initializer="zeros")
+        self.kernel.assign(kernel)
 
 
 def quantise(model: Layer) -> None:
@@ -79,13 +93,32 @@ class Conv2D(Product):
         # TensorFlow's "same" pads a strided convolution otherwise than PyTorch does: strided ones pad explicitly.
         self.padding = padding
         self.bias = self.weight("bias", (outputs,), "zeros")
+        self.winograd = False
+
+    @property
+    def gains_by_winograd(self) -> bool:
+        """Not where there are few channels, nor many: then the image is small, and reading the kernel takes longer."""
+        height, _, inputs, outputs = self.kernel.shape
+        plain = height == 3 and self.strides == 1 and self.padding is None
+        return plain and inputs >= 32 and outputs in winograd.OUTPUTS
+
+    def tune_for_cpu(self) -> None:
+        """Store the kernel as `winograd.convolve` takes it, where that gains anything."""
+        if self.gains_by_winograd:
+            self._store(winograd.transform(self.kernel.numpy()))
+            self.winograd = True
 
     def call(self, x):
+        return self._convolve(x) + ops.cast(self.bias, x.dtype)
+
+    def _convolve(self, x):
+        kernel = self.kernel_as(x.dtype)
+        if self.winograd:
+            return winograd.convolve(x, kernel)
         if self.padding is not None:
             x = ops.pad(x, ((0, 0), *self.padding, (0, 0)))
         padding = "same" if self.padding is None else "valid"
-        y = ops.conv(x, self.kernel_as(x.dtype), strides=self.strides, padding=padding, data_format="channels_last")
-        return y + ops.cast(self.bias, x.dtype)
+        return ops.conv(x, kernel, strides=self.strides, padding=padding, data_format="channels_last")
 
 
 class LayerNorm(Layer):
@@ -217,9 +250,10 @@ def silu(x):
 
 
 CHUNK_BYTES = 2**27  # of float32 logits, beyond which attention works through its queries in chunks
+TILE_BYTES = 2**22  # of one head's, where what fits into a processor's cache is faster than many at once
 
 
-def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False):
+def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False, tiled: bool = False):
     """Scaled dot-product attention, softmax in float32 (Vaswani et al. 2017, arXiv:1706.03762).
 
     Logits of more than CHUNK_BYTES are never there at once: queries do not see each other, so they go chunk by chunk.
@@ -229,6 +263,7 @@ def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False
         num_heads: divides C.
         mask: bool [T, S], False where attention is forbidden; None allows all. Not with queries in chunks.
         upcast: multiply queries and keys in float32; some models' products are too large for float16.
+        tiled: where one head's logits fill TILE_BYTES, heads one by one in chunks of that, for processors.
 
     Returns:
         [N, T, C] in the dtype of `query`.
@@ -245,24 +280,46 @@ def attention(query, key, value, num_heads: int, mask=None, upcast: bool = False
     # Scaling the query first keeps float16 logits finite.
     queries, keys, values = split(query * head_size**-0.5), ops.transpose(split(key), (0, 1, 3, 2)), split(value)
 
-    def mix(queries):
+    def mix(queries, keys, values):
         logits = ops.cast(ops.matmul(queries, keys), "float32")
         if mask is not None:
             # Selection, never 0 * inf: that would be NaN.
             logits = ops.where(mask, logits, -1e9)
         return ops.matmul(ops.cast(ops.softmax(logits, axis=-1), dtype), values)
 
-    rows = length if mask is not None else _rows_per_chunk(length, 4 * (images or 1) * num_heads * key.shape[1])
-    if rows == length:
-        mixed = mix(queries)
+    row_bytes = 4 * key.shape[1]
+    if mask is not None:
+        mixed = mix(queries, keys, values)
+    elif tiled and length * row_bytes >= TILE_BYTES:
+        rows = _rows_per_chunk(length, row_bytes, TILE_BYTES)
+        heads = tuple(ops.reshape(x, (-1, *x.shape[2:])) for x in (queries, keys, values))
+        mixed = ops.map(lambda head: _by_rows(_mix_undivided, *head, rows), heads)
+        mixed = ops.reshape(mixed, (-1, num_heads, length, head_size))
     else:
-        chunks = ops.reshape(queries, (images, num_heads, length // rows, rows, head_size))
-        mixed = ops.map(mix, ops.transpose(chunks, (2, 0, 1, 3, 4)))
-        mixed = ops.reshape(ops.transpose(mixed, (1, 2, 0, 3, 4)), (images, num_heads, length, head_size))
+        rows = _rows_per_chunk(length, (images or 1) * num_heads * row_bytes, CHUNK_BYTES)
+        mixed = _by_rows(mix, queries, keys, values, rows)
     return ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, length, channels))
 
 
-def _rows_per_chunk(length: int, row_bytes: int) -> int:
-    """The largest divisor of `length` whose logits fit into CHUNK_BYTES, at least 1."""
-    fitting = min(length, CHUNK_BYTES // row_bytes)
+def _rows_per_chunk(length: int, row_bytes: int, most: int) -> int:
+    """The largest divisor of `length` whose logits fit into so many bytes, at least 1."""
+    fitting = min(length, most // row_bytes)
     return next((rows for rows in range(fitting, 0, -1) if length % rows == 0), 1)
+
+
+def _by_rows(mix, queries, keys, values, rows: int):
+    """mix(queries [..., T, d], keys [..., d, S], values [..., S, d]) for so many of the T queries at a time."""
+    *outer, length, size = queries.shape
+    if rows == length:
+        return mix(queries, keys, values)
+    axes = len(outer)
+    chunks = ops.moveaxis(ops.reshape(queries, (*outer, length // rows, rows, size)), axes, 0)
+    mixed = ops.map(lambda chunk: mix(chunk, keys, values), chunks)
+    return ops.reshape(ops.moveaxis(mixed, 0, axes), (*outer, length, size))
+
+
+def _mix_undivided(queries, keys, values):
+    """Attention that divides by the softmax's sum last: fewer numbers then, and less to read and write for XLA."""
+    logits = ops.matmul(queries, keys)
+    weights = ops.exp(logits - ops.max(logits, axis=-1, keepdims=True))
+    return ops.matmul(weights, values) / ops.sum(weights, axis=-1, keepdims=True)

@@ -284,17 +284,21 @@ class CrossAttention(Layer):
 
     def __init__(self, name: str, channels: int, context_channels: int, num_heads: int, upcast: bool, dtype: str):
         super().__init__(name, dtype)
-        self.num_heads, self.upcast = num_heads, upcast
+        self.num_heads, self.upcast, self.tiled = num_heads, upcast, False
         self.to_q = Dense(f"{name}.to_q", channels, channels, dtype, use_bias=False)
         self.to_k = Dense(f"{name}.to_k", context_channels, channels, dtype, use_bias=False)
         self.to_v = Dense(f"{name}.to_v", context_channels, channels, dtype, use_bias=False)
         self.to_out = Dense(f"{name}.to_out.0", channels, channels, dtype)
 
+    def tune_for_cpu(self) -> None:
+        self.tiled = True
+
     def keys_values(self, context):
         return self.to_k(context), self.to_v(context)
 
     def call(self, x, key, value):
-        return self.to_out(attention(self.to_q(x), key, value, self.num_heads, upcast=self.upcast))
+        mixed = attention(self.to_q(x), key, value, self.num_heads, upcast=self.upcast, tiled=self.tiled)
+        return self.to_out(mixed)
 
 
 def sinusoidal(values, width: int, freq_shift: int, cosine_first: bool):

@@ -178,7 +178,12 @@ def _write(
 def builders(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool) -> dict[str, Callable]:
     """Part -> function that builds and fills its layers: () -> ({name: variable to save}, endpoints)."""
     config, dtype = source.config, spec.dtype
-    store = layers.quantise if spec.weights == "int8" else lambda model: None
+
+    def store(model):
+        if spec.weights == "int8":
+            layers.quantise(model)
+        if spec.target == "cpu":
+            layers.tune_for_cpu(model)
 
     def build_text_encoder():
         models = [text_encoder.TextEncoder(encoder, dtype) for encoder in config.text_encoders]

@@ -6,6 +6,7 @@ import typing
 
 import numpy as np
 
+from models.families import FAMILIES, kerascv_numerics
 from pipeline import compare
 from pipeline.timing import TOTAL
 
@@ -21,6 +22,17 @@ class Expected(typing.NamedTuple):
 def label(row: dict) -> str:
     """A row's name, with a star where its call path is not that of the exports."""
     return row["name"] + ("*" if row["kind"] != "export" else "")
+
+
+def networks(contract) -> str:
+    """What a manifest's export computes, rounding apart, as a name; "sd1" where KerasCV's class computes the same."""
+    spec = dataclasses.replace(contract.spec, target="any")
+    ours, theirs = kerascv_numerics(contract.config), kerascv_numerics(FAMILIES["sd1"])
+    same = all(getattr(ours, part) == getattr(theirs, part) for part in ("text_encoder", "unet", "vae"))
+    if same and spec == spec.exact:
+        return "sd1"
+    changes = (contract.loras, contract.embeddings, contract.vae, contract.clip_skip)
+    return f"{contract.checkpoint}, {spec.precision}" + (f", {changes}" if any(changes) else "")
 
 
 def same_work(a: dict, b: dict) -> bool:
@@ -129,6 +141,6 @@ def _same_way(a: dict, b: dict) -> bool:
 
 
 def approximations(spec) -> str:
-    """What an `ExportSpec` leaves out beside its dtype, in words; empty where nothing."""
-    exact = dataclasses.replace(spec.exact, dtype=spec.dtype)
+    """What an `ExportSpec` leaves out, rounding apart, in words; empty where nothing."""
+    exact = dataclasses.replace(spec.exact, dtype=spec.dtype, target=spec.target)
     return "" if spec == exact else spec.precision

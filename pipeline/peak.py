@@ -83,7 +83,9 @@ def best(peaks: dict[str, dict[str, float]]) -> float:
 
 
 def with_flops(rows: list[dict]) -> list[dict]:
-    """Measured rows with flops_per_step (a guided step's products), counted for exact exports; peers do the same work.
+    """Measured rows with flops_per_step (a guided step's products), counted for exact exports.
+
+    Peers do the same work as an export that is not tuned to do less.
 
     Raises:
         InputError: SavedModels that cannot be read, or a graph that cannot be counted.
@@ -100,9 +102,11 @@ def with_flops(rows: list[dict]) -> list[dict]:
         if key not in counted:
             step = cost.of_export(*choice.of_row(row))[f"{cost.LOOP} per row"]
             counted[key] = step.total("convolution", "matmul", "attention")
+    plain = [row for row in ours if row["export"]["spec"]["target"] == "any"]
     result = []
     for row in rows:
-        same = [entry for entry in ours if "stages" in row and not row.get("approximate") and same_work(entry, row)]
+        exact = "stages" in row and not row.get("approximate")
+        same = [row] if row in ours else [entry for entry in plain if exact and same_work(entry, row)]
         if same:
             row = {**row, "flops_per_step": counted[same[0]["export"]["folder"], row["width"], row["height"]]}
         result.append(row)

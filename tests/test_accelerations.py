@@ -162,12 +162,29 @@ def test_pictures_do_not_depend_on_the_bar(fast_export):
     assert calls == [3, 3, 1]
 
 
+def test_an_export_for_cpus_draws_the_same(single_export, exports, checkpoint_folder, export_spec):
+    """Its numbers are the exact export's but for rounding, and it says so; peers are asked for it as for that."""
+    spec = export_spec(prompts=1, images_per_prompt=1, max_steps=8, target="cpu")
+    export.export(sources.diffusers_source(checkpoint_folder), exports / "cpu", spec)
+    contract = manifest.read(exports / "cpu")
+    assert contract.spec.precision == "float32, tuned for processors" and contract.spec.exact.target == "any"
+    found = contract.float32_difference
+    assert set(found) == {"text_encoder/encode", "diffusion_model/unet", "decoder/decode_float"}
+    assert all(difference.psnr is None or difference.psnr > 100 for difference in found.values())
+    pictures = [generate.generate(load.local(f), "a red apple", num_steps=3) for f in (single_export, exports / "cpu")]
+    levels = np.abs(pictures[0].astype(int) - pictures[1].astype(int))
+    assert levels.max() <= 1 and len(np.unique(pictures[0])) > 10
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"feature_cache": 0}, r"--feature_cache 0: must be 1..256"),
         ({"attention_downsample": 9}, r"--attention_downsample 9: must be 1..8"),
         ({"weights": "int4"}, r"--weights int4: must be one of dtype, int8"),
+        ({"target": "gpu"}, r"--target gpu: must be one of any, cpu"),
+        ({"target": "cpu", "weights": "int8"}, r"--target cpu computes in float32: .* nor --weights int8"),
+        ({"target": "cpu", "dtype": "bfloat16"}, r"--target cpu computes in float32: give it neither another --dtype"),
     ],
 )
 def test_what_cannot_be(export_spec, change, message):

@@ -38,6 +38,7 @@ def test_what_an_export_leaves_out():
     fast = dataclasses.replace(SPEC, weights="int8", feature_cache=3, attention_downsample=2)
     words = "bfloat16, int8 weights, attention downsampled by 2, features cached for 3 steps"
     assert likeness.approximations(fast) == words
+    assert likeness.approximations(dataclasses.replace(SPEC, dtype="float32", target="cpu")) == ""  # but for rounding
 
 
 def entry(name, seconds, images, jit=False, **changes):
