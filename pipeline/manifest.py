@@ -16,7 +16,7 @@ from pathlib import Path
 from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
 from pipeline.compare import Difference
 
-FORMAT = 3
+FORMAT = 4
 PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels that every export has
 # The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
 # signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
