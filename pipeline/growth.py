@@ -48,8 +48,9 @@ def series(row: dict) -> str:
     """What is the same at every size: who drew, of which checkpoint, in which dtype, how."""
     if row["kind"] != "export":
         return " ".join([row["kind"], row["dtype"], *(["XLA"] if row["jit_compile"] else [])])
-    way = row["name"].removeprefix(row["of"]).strip()
-    return ", ".join(filter(None, [row["export"]["checkpoint"], row["dtype"], row.get("approximate"), way]))
+    export, way = row["export"], row["name"].removeprefix(row["of"]).strip()
+    target = {"any": "", "cpu": "for CPUs"}[export["spec"]["target"]]
+    return ", ".join(filter(None, [export["checkpoint"], row["dtype"], row.get("approximate"), target, way]))
 
 
 def fit(measured: list[dict], name: str) -> dict[str, float]:

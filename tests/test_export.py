@@ -110,7 +110,7 @@ def test_twins_have_the_signatures_of_what_they_compile(single_export):
 
 def test_manifest(tiny_export, export_spec, checkpoint_folder):
     contract = manifest.read(tiny_export)
-    assert (contract.format, contract.version, contract.checkpoint) == (3, 1, "tiny")
+    assert (contract.format, contract.version, contract.checkpoint) == (manifest.FORMAT, 1, "tiny")
     assert contract.spec == export_spec() and contract.xla_signatures == () and not contract.zero_unconditional
     assert (contract.config.family, contract.config.numerics, contract.config.vae.downscale) == ("sd1", "reference", 2)
     assert contract.config.defaults.num_steps == 4

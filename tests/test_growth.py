@@ -16,7 +16,7 @@ def row(side, images=1, steps=4, **changes):
         **{"name": f"a {side}x{side} XLA", "of": f"a {side}x{side}", "kind": "export", "jit_compile": True},
         **{"width": side, "height": side, "images": images, "dtype": "float32", "networks": "sd1", "unet_calls": steps},
         "settings": {"num_steps": steps, "guidance_scale": 3.0},
-        "export": {"checkpoint": "emoji", "folder": "exports/a"},
+        "export": {"checkpoint": "emoji", "folder": "exports/a", "spec": {"target": "any"}},
         **{"stages": stages, "seconds_per_step": step, "peak_anonymous_bytes": None},
     } | changes
 
@@ -43,7 +43,8 @@ def test_what_cannot_be_told_apart_has_no_exponent():
 
 def test_ways_are_apart():
     others = [{"kind": "openvino"}, {"dtype": "bfloat16"}, {"approximate": "int8 weights"}, {"name": "a 8x8 plain"}]
-    assert len(growth.points([{"rows": [row(8, **changes) for changes in others] + [row(8)]}])) == 5
+    others.append({"export": {"checkpoint": "emoji", "spec": {"target": "cpu"}}})
+    assert len(growth.points([{"rows": [row(8, **changes) for changes in others] + [row(8)]}])) == 6
     assert growth.points([{"rows": [{"error": "gone"}]}]) == {}
 
 
@@ -83,8 +84,7 @@ def test_flops_of_the_products():
 def test_shares_of_the_peak(single_export):
     contract = manifest.read(single_export)
     at = {"width": contract.spec.width, "height": contract.spec.height}
-    spec = {"target": "any"}
-    ours = row(8, **at, export={"folder": str(single_export), "checkpoint": "tiny", "spec": spec})
+    ours = row(8, **at, export={"folder": str(single_export), "checkpoint": "tiny", "spec": {"target": "any"}})
     same, approximate = {**ours, "kind": "openvino"}, {**ours, "approximate": "int8 weights"}
     failed = {"kind": "export", "name": "b", "error": "gone"}
     # What is tuned to do less says nothing of a peer's work.

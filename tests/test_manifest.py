@@ -80,7 +80,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_noticed(copied):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b"null", b"1", b'{"format": 3}', b"\xff", b"[" * 100_000, b'{"a": 1, "a": 2}']
+    "content", [b"", b"[]", b"{}", b"null", b"1", b'{"format": 4}', b"\xff", b"[" * 100_000, b'{"a": 1, "a": 2}']
 )
 def test_other_contents(copied, content):
     (copied / "manifests" / "1.json").write_bytes(content)
