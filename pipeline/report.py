@@ -310,7 +310,7 @@ def plot(result: dict, path: str) -> None:
         colors = [_color(row) for row in rows]
         bars = panel.barh([label(row) for row in rows], medians, xerr=[low, high], color=colors, capsize=3)
         panel.bar_label(bars, [f" {number(m)} s" for m in medians], padding=4)
-        panel.set(title=stage.replace("_", " "), xlim=(0, 1.3 * max(m + h for m, h in zip(medians, high, strict=True))))
+        panel.set(title=stage.replace("_", " "), xlim=(0, 1.5 * max(m + h for m, h in zip(medians, high, strict=True))))
         panel.invert_yaxis()
         panel.locator_params(axis="x", nbins=5)
     figure.supxlabel("seconds per call: median, min to p90" + ("   * another call path" if _starred(rows) else ""))
