@@ -4,7 +4,7 @@
 #              compare with diffusers at full size (about an hour on two cores)
 # make bench   time the embedded checkpoint beside diffusers and OpenVINO: build/bench/emoji.{json,md,png}
 #              CHECKPOINT=FOLDER [SIZES=512x512,768x512] [BENCH_FLAGS="--num_steps 20"]: another one
-#              FULL=1: then also the full-size model of FAMILY, beside KerasCV too (hours on two cores)
+#              FULL=1: then also the full-size model of FAMILY, beside KerasCV too (75 minutes on two cores)
 # make peers   only the environments of diffusers and OpenVINO
 # Each builds its own virtual environment first.
 
