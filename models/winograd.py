@@ -19,9 +19,10 @@ OUTPUTS = range(32, 641)  # channels for which it pays, see Conv2D
 POINTS = tuple(Fraction(p) for p in ("0", "5/8", "-5/8", "3/2", "-3/2"))
 
 
-def matrices(points: tuple[Fraction, ...] = POINTS, tile: int = TILE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A^T f64[tile, n], G f64[n, 3] and B^T f64[n, n] of n = tile + 2 points, infinity last (Toom and Cook)."""
-    outputs = [[p**i for p in points] + [Fraction(i == tile - 1)] for i in range(tile)]
+@functools.cache
+def matrices(points: tuple[Fraction, ...] = POINTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A^T f64[4, 6], G f64[6, 3] and B^T f64[6, 6] of five points and infinity (Toom and Cook)."""
+    outputs = [[p**i for p in points] + [Fraction(i == TILE - 1)] for i in range(TILE)]
     kernel, inputs = [], []
     for p in points:
         others = [q for q in points if q != p]
