@@ -17,27 +17,12 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from models.config import DTYPES, InputError, Size
-from models.families import FAMILIES
-from pipeline import (
-    choice,
-    cli,
-    compile_cache,
-    generate,
-    likeness,
-    load_test,
-    manifest,
-    markdown,
-    noise,
-    peak,
-    peers,
-    report,
-    roofline,
-    samplers,
-    serving,
-    timing,
-    tokenizer,
-)
+from models.errors import InputError
+from models.export_spec import Size
+from pipeline import cli, compile_cache, generate, manifest, serving
+from pipeline.benchmark import differences, markdown, peers, report, server_load, timing
+from pipeline.prompts import tokenizer
+from pipeline.sampling import noise, samplers
 
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).resolve().parent
@@ -55,10 +40,7 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
     if FLAGS.worker:
-        return timing.answer(FLAGS.worker, load_row, compile_cache.runtime(FLAGS.worker))
-    roofline.check_flags()
-    if FLAGS.estimate:
-        return roofline.print_estimates(ROOT)
+        return timing.answer(FLAGS.worker, load_export, compile_cache.runtime(FLAGS.worker))
     check_flags()
     cli.set_flags_before_tensorflow(FLAGS.xla_flags, FLAGS.tf_xla_flags)
     rows = plan()
@@ -70,8 +52,6 @@ def main(argv):
         "order": report.order(len(rows), FLAGS.rounds),
         "rows": [],
     }
-    if FLAGS.peak:
-        result["peak"] = peak.measure(list(dict.fromkeys(row["dtype"] for row in rows)), WORKERS["export"])
     peers.prepare(rows)
     try:
         measure_rows(rows, result, FLAGS.json, FLAGS.price_per_hour)
@@ -79,17 +59,11 @@ def main(argv):
             result["load"] = load_server(rows)
             if FLAGS.json:
                 timing.write_json(FLAGS.json, result)
-        if FLAGS.peak:
-            result["rows"] = peak.with_flops(result["rows"])
-            if FLAGS.json:
-                timing.write_json(FLAGS.json, result)
     finally:
         # Also after Ctrl-C: what was measured is not lost.
         print(report.text(result))
-        lines = load_test.overhead(result["rows"])
-        lines += load_test.text(result["load"], rows[0]["images"]) if "load" in result else []
-        lines += peak.text(result) if FLAGS.peak else []
-        lines += choice.keep_best(result["rows"]) if FLAGS.sweep else []
+        lines = server_load.overhead(result["rows"])
+        lines += server_load.text(result["load"], rows[0]["images"]) if "load" in result else []
         print("\n".join(lines))
     if FLAGS.markdown:
         markdown.write(result, FLAGS.markdown)
@@ -109,9 +83,6 @@ def check_flags() -> None:
         raise InputError(f"--jit_components {found!r}: must be one or more of {','.join(JIT_COMPONENTS)}")
     if FLAGS.peers and not FLAGS.models:
         raise InputError("--peers are asked for what an export is asked for: pass --models EXPORT")
-    ways_asked = [name for name in ("jit_compile", "sweep", "compile") if FLAGS[name].value not in (None, False)]
-    if len(ways_asked) > 1:
-        raise InputError(f"--{' and --'.join(ways_asked)}: give one")
     if FLAGS.guidance_interval is not None:
         check_interval(FLAGS.guidance_interval)
     if FLAGS.all_sizes and (FLAGS.height or FLAGS.width):
@@ -138,8 +109,6 @@ def check_interval(given: list[str]) -> None:
     if not 0 <= start < end <= 1:
         found = ",".join(given)
         raise InputError(f"--guidance_interval {found}: expected START,END with 0 <= START < END <= 1, e.g. 0.1,0.7")
-    if FLAGS.sweep:
-        raise InputError("--guidance_interval and --sweep: give one; the choice is made with guidance in every step")
 
 
 def plan() -> list[dict]:
@@ -179,18 +148,7 @@ def within_interval(workload: dict, start: float, end: float) -> dict:
 
 
 def ways(workload: dict) -> list[tuple[str, dict]]:
-    """How one workload is run: plain and compiled, or every variant (--sweep), or the best of them (--compile auto)."""
-    if workload["kind"] == "export" and not workload.get("server"):
-        if FLAGS.sweep:
-            return [
-                (name, {"jit_compile": variant.jit_compile, "environment": choice.added(variant.variables)})
-                for name, variant in choice.variants().items()
-            ]
-        if FLAGS.compile:
-            found = choice.find(*choice.of_row(workload))
-            environment, components = choice.added(found.variables), list(found.jit_components)
-            way = {"jit_compile": bool(components), "environment": environment}
-            return [("auto", way | ({"jit_components": components} if components else {}))]
+    """How one workload is run: plain and compiled, ."""
     modes = (False, True) if FLAGS.jit_compile is None else (FLAGS.jit_compile,)
     return [("XLA" if jit else "plain", {"jit_compile": jit}) for jit in modes]
 
@@ -248,8 +206,8 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "call_path": CALL_PATH,
         "jit_components": FLAGS.jit_components,
         "twins": manifest.has_twins(contract, tuple(FLAGS.jit_components)),
-        "networks": likeness.networks(contract),
-        "approximate": likeness.approximations(spec),
+        "networks": differences.networks(contract),
+        "approximate": differences.approximations(spec),
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
         "unet_calls": len(generate.table(functions, chosen)[0].rows),
@@ -278,7 +236,7 @@ def measure_rows(rows: list[dict], result: dict, json: str | None, price_per_hou
         outcome = f"failed: {answer['error']}" if "error" in answer else "done"
         print(f"{where}: {outcome}; {time.perf_counter() - start:.0f} s", file=sys.stderr)
         done = [(row, tries) for row, tries in zip(rows, answers, strict=True) if tries]
-        pooled = [report.pooled(row, tries, price_per_hour, likeness.expected(row, done)) for row, tries in done]
+        pooled = [report.pooled(row, tries, price_per_hour, differences.expected(row, done)) for row, tries in done]
         result["rows"] = report.with_ratios(pooled)
         if json:
             timing.write_json(json, result)
@@ -293,15 +251,10 @@ def load_server(rows: list[dict]) -> dict:
         draw = load_export(row)
         return lambda: draw(lambda stage: None)
 
-    return load_test.run(connect, FLAGS.clients, FLAGS.duration)
+    return server_load.run(connect, FLAGS.clients, FLAGS.duration)
 
 
 # === In the worker ===
-
-
-def load_row(row: dict):
-    """What a row asks this process for, as a function to be timed."""
-    return peak.load(row) if row["kind"] == "peak" else load_export(row)
 
 
 def load_export(row: dict):
@@ -345,10 +298,6 @@ if __name__ == "__main__":
     flags.DEFINE_list("models", "exports/emoji", "Exports, separated by commas; made by serialize_savedmodels.py.")
     flags.DEFINE_bool("kerascv", False, "Time KerasCV's own Stable Diffusion 1.x too; --models= times it alone.")
     flags.DEFINE_bool("jit_compile", None, "Compile with XLA; --nojit_compile: do not. Default: both, and their ratio.")
-    flags.DEFINE_bool("sweep", False, "Measure every way to run each export, and keep the best for --compile auto.")
-    flags.DEFINE_enum(
-        "compile", None, ["auto"], "auto: what is fastest on this machine; measured first if it never was."
-    )
     flags.DEFINE_list("jit_components", "unet,decoder", "What XLA compiles: text_encoder, unet, decoder. KerasCV: all.")
     flags.DEFINE_string("prompt", "a red apple on a blue background", "The same prompt for every row and image.")
     flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's. KerasCV has its own.")
@@ -375,7 +324,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("checkpoint", None, "Folder that --peers load. Default: checkpoints/NAME OF THE EXPORT'S.")
     flags.DEFINE_bool("peer_bfloat16_vae", False, "Rows of --peers whose decoder is bfloat16 too, beside the usual.")
     flags.DEFINE_bool("all_sizes", False, "Every size that the exports hold, instead of one.")
-    flags.DEFINE_bool("peak", False, "Measure what this machine reaches at the most, and each row's share of it.")
     flags.DEFINE_float("price_per_hour", None, "Dollars for this machine: adds images per dollar.", lower_bound=1e-9)
     flags.DEFINE_string("xla_flags", None, "Added to XLA_FLAGS before TensorFlow starts.")
     flags.DEFINE_string("tf_xla_flags", None, "Added to TF_XLA_FLAGS before TensorFlow starts.")
@@ -384,11 +332,5 @@ if __name__ == "__main__":
     for name in ("height", "width"):
         help_text = f"{name.capitalize()} in pixels. Default: the export's first size; KerasCV: the first export's."
         flags.DEFINE_integer(name, None, help_text, lower_bound=1)
-    flags.DEFINE_bool(
-        "estimate", False, "Measure nothing: count FLOPs, bytes and memory, and predict times on devices."
-    )
-    flags.DEFINE_enum("family", None, list(FAMILIES), "What --estimate counts where there is no export.")
-    flags.DEFINE_enum("dtype", None, DTYPES, "With --family: type of its weights. Default: float32.")
-    flags.DEFINE_integer("images_per_prompt", None, "With --family: images per call. Default: 1.", lower_bound=1)
     flags.DEFINE_string("worker", None, "Internal: measure the one row that this file describes.")
     cli.run(main)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import DTYPES, TARGETS, WEIGHTS, ExportSpec, InputError, Size
+from models.errors import InputError
+from models.export_spec import DTYPES, TARGETS, WEIGHTS, ExportSpec, Size
 from models.families import FAMILIES
 from pipeline import cli
 
@@ -67,7 +68,9 @@ def main(argv):
     if FLAGS.warmup_xla and not FLAGS.jit_compile:
         raise InputError("--warmup_xla warms up the XLA twins of --jit_compile, which was not given")
     cli.import_tensorflow()
-    from pipeline import export, load, locate, sources
+    from pipeline import export, load
+    from pipeline.checkpoints import locate
+    from pipeline.checkpoints import source as sources
 
     jit_components = tuple(FLAGS.jit_components) if FLAGS.jit_compile else ()
     load.check_jit_components(jit_components)

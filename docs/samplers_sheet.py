@@ -10,8 +10,9 @@ from absl import flags
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from models.config import InputError
-from pipeline import cli, generate, samplers
+from models.errors import InputError
+from pipeline import cli, generate
+from pipeline.sampling import samplers
 
 COUNTS = (4, 8, 15, 25, 50)
 CELL, GAP = 112, 8  # pixels

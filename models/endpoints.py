@@ -15,7 +15,8 @@ import numpy as np
 from keras import ops
 
 from models import loop
-from models.config import ExportSpec, ModelConfig, SchedulerConfig, Size, TensorSpec
+from models.config import ModelConfig, SchedulerConfig
+from models.export_spec import ExportSpec, Size, TensorSpec
 from models.text_encoder import weigh
 
 TIME_IDS = "time_ids"  # original height and width, crop's top and left, target height and width

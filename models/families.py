@@ -164,7 +164,7 @@ def default_sampler(scheduler: SchedulerConfig) -> tuple[str, str | None]:
     """The sampler for a checkpoint with this scheduler.
 
     Returns:
-        (name, notice): name is a key of pipeline.samplers.SAMPLERS; notice is one line where the class is not
+        (name, notice): name is a key of pipeline.sampling.samplers.SAMPLERS; notice is one line where the class is not
         available and another sampler stands in for it, else None.
     """
     name = SAMPLERS_OF_CLASSES.get(scheduler.class_name)

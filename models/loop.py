@@ -1,6 +1,6 @@
 """The denoising loop: runs the rows of a steps table.
 
-A sampler is data (`pipeline.samplers`): one row of 39 float32 numbers per model call,
+A sampler is data (`pipeline.sampling.samplers`): one row of 39 float32 numbers per model call,
 
     timestep, p, q, g, A[5, 5], B[5], C[5]
 
@@ -110,7 +110,7 @@ def denoise(
 
 
 def ddim_rows(num_steps, max_steps: int, config: SchedulerConfig, alphas_cumprod: np.ndarray):
-    """DDIM's steps table for a step count known only when the graph runs; equals `pipeline.samplers.ddim`.
+    """DDIM's steps table for a step count known only when the graph runs; equals `pipeline.sampling.samplers.ddim`.
 
     A closed form over arange(max_steps): a range of `num_steps` would compile anew for each count.
 
@@ -173,7 +173,7 @@ def rescale(out, conditional, guidance_rescale):
 def noise(seed, row, shape, wanted):
     """Standard normal noise of one row of the table: Philox 4x32-10, Box-Muller (Salmon et al. 2011).
 
-    The same integers as `pipeline.noise.normal` at offset row + 1; normals agree within 2e-6, since
+    The same integers as `pipeline.sampling.noise.normal` at offset row + 1; normals agree within 2e-6, since
     logarithm and sine differ in their last bits between compilers.
 
     Args:

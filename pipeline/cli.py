@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from models.config import InputError
+from models.errors import InputError
 
 
 def run(main: Callable[[list[str]], object]) -> None:

@@ -29,8 +29,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from models.config import InputError
-from pipeline import cli, manifest, timing
+from models.errors import InputError
+from pipeline import cli, manifest
+from pipeline.benchmark import timing
 
 TOOLKIT = "stable-diffusion-tensorflow"  # our folder in the user's cache folder
 LIMIT_BYTES = 2 << 30  # of all keys together; see `_trim`

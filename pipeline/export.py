@@ -20,13 +20,17 @@ import numpy as np
 import tensorflow as tf
 
 from models import endpoints, layers, text_encoder, unet, vae
-from models.config import ExportSpec, InputError, ModelConfig
+from models.config import ModelConfig
+from models.errors import InputError
+from models.export_spec import ExportSpec
 from models.families import default_sampler
-from pipeline import manifest, precision, publish, samplers, schedules, tokenizer
+from pipeline import manifest, precision
+from pipeline.checkpoints.source import Source
 from pipeline.compare import Difference, compare
 from pipeline.manifest import Manifest, Signature
-from pipeline.serving import records
-from pipeline.sources import Source
+from pipeline.prompts import tokenizer
+from pipeline.sampling import samplers, schedules
+from pipeline.savedmodel import publish, warmup_records
 
 # What users name -> part.
 COMPONENTS = {"text_encoder": "text_encoder", "unet": "diffusion_model", "decoder": "decoder"}
@@ -281,7 +285,7 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     tf.saved_model.save(module, str(folder), signatures=every, options=options)
     examples = {e.name: _example(e, config) for e in made}
     twins = {f"{name}_xla": value for name, value in examples.items() if f"{name}_xla" in functions}
-    records.write(folder, examples | twins if warmup_xla else examples)
+    warmup_records.write(folder, examples | twins if warmup_xla else examples)
     live = []
     for endpoint in made:
         if endpoint.name != "serving_default" and not endpoint.png:

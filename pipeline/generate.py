@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from models.config import InputError
-from pipeline import images, noise, samplers, schedules, solvers, tokenizer
+from models.errors import InputError
+from pipeline.images import read
 from pipeline.manifest import Functions, chain_signature
-from pipeline.settings import Settings, settings, table
+from pipeline.prompts import tokenizer
+from pipeline.sampling import noise, samplers, schedules, solvers
+from pipeline.sampling.settings import Settings, settings, table
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +53,10 @@ def generate(
         prompt_weighting: read (brackets:1.2) in prompts as weights.
         progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
         steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
-        init_image, init_crop: picture to start from, a path or an array, see `pipeline.images`; None: noise alone.
+        init_image, init_crop: picture to start from, a path or an array, see `pipeline.images.read`; None: noise alone.
         finished: told the pictures of each call of `decode`, by image number.
         preview: told the row and what the pictures look like there, after every `preview_every` rows but the last.
-        how: sampler, num_steps and whatever else `pipeline.settings.settings` takes.
+        how: sampler, num_steps and whatever else `pipeline.sampling.settings.settings` takes.
 
     Returns:
         uint8[len(prompts) * num_images, H, W, 3]; image i belongs to prompt i // num_images.
@@ -70,7 +72,7 @@ def generate(
     negatives = per_prompt(negative_prompt, len(prompts))
     scales = per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
     chosen = settings(functions, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
-    picture = images.encode(functions, init_image, init_crop)
+    picture = read.encode(functions, init_image, init_crop)
     seeds = noise.image_seeds(seed, total)
     tokenizers = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     warn_of_cuts(functions, tokenizers[0], prompts, negatives, prompt_weighting)
@@ -157,7 +159,7 @@ def encode(
     """P prompts and negative prompts, and the picture's size, to the inputs of `denoise` that depend on them, by name.
 
     Args:
-        tokenizers: of the export, one per text encoder; see `pipeline.tokenizer.of_export`.
+        tokenizers: of the export, one per text encoder; see `pipeline.prompts.tokenizer.of_export`.
     """
     contract, inputs = functions.manifest, {}
     spec = contract.spec
@@ -313,7 +315,8 @@ def read_prompts(path: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    from pipeline import cli, compile_cache, draw
+    from pipeline import cli, compile_cache
+    from pipeline.commands import generate as draw
 
     flags.DEFINE_string("models", "exports/emoji", "Export to draw with; made by serialize_savedmodels.py.")
     flags.DEFINE_multi_string("negative_prompt", [], "What not to draw: once for all prompts, or once per prompt.")
@@ -341,7 +344,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")
     flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
     flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
-    flags.DEFINE_enum("compile", None, ["auto"], "auto: measure once what is fastest on this machine, and take that.")
     flags.DEFINE_string("compile_cache", "default", compile_cache.HELP)
     flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
     flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")

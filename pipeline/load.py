@@ -7,7 +7,8 @@ compiles ahead of time into a folder for --compile_cache, to be shipped with an 
 
 if __name__ == "__main__":
     # Here, because the cache must be named before TensorFlow, which is imported below, starts.
-    from pipeline import cli, warm
+    from pipeline import cli
+    from pipeline.commands import warm
 
     warm.define_flags()
     cli.run(warm.main)
@@ -20,8 +21,9 @@ from pathlib import Path
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from models.config import InputError, TensorSpec
-from pipeline import arrays, manifest
+from models.errors import InputError
+from models.export_spec import TensorSpec
+from pipeline import manifest
 from pipeline.compile_cache import start, started
 from pipeline.manifest import (
     DEFAULT_JIT_COMPONENTS,
@@ -31,6 +33,7 @@ from pipeline.manifest import (
     chain_signature,
     check_jit_components,
 )
+from pipeline.savedmodel import arrays
 
 # Platforms whose TensorFlow plugins bring no XLA compiler (Apple Metal, DirectML).
 PLATFORMS_WITHOUT_XLA = ("METAL", "DML")

@@ -13,7 +13,9 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
-from models.config import ExportSpec, InputError, ModelConfig, Size, TensorSpec
+from models.config import ModelConfig
+from models.errors import InputError
+from models.export_spec import ExportSpec, Size, TensorSpec
 from pipeline.compare import Difference
 
 FORMAT = 4

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline.compare import Difference, compare
 
 # Signatures that show a part's numbers as they are: once through the network, nothing rounded to pixels.

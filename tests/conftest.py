@@ -120,7 +120,8 @@ def write_checkpoint():
     """Function (folder, {file: {key: changed value}}) that writes a tiny checkpoint there and returns the folder."""
 
     def write(folder: Path, changes: dict[str, dict] | None = None) -> Path:
-        from models import diffusers, text_encoder, unet, vae
+        from models import text_encoder, unet, vae
+        from pipeline.checkpoints import diffusers_folder
 
         contents = copy.deepcopy(CONFIGS)
         for name, changed in (changes or {}).items():
@@ -129,7 +130,7 @@ def write_checkpoint():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(json.dumps(content))
         shutil.copytree(TOKENIZER, folder / "tokenizer")
-        config = diffusers.read_config(folder)
+        config = diffusers_folder.read_config(folder)
         layers = {
             "text_encoder": [text_encoder.TextEncoder(config.text_encoder)],
             "unet": [unet.UNet(config.unet)],
@@ -165,7 +166,7 @@ def damaged_checkpoint(checkpoint_folder, tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def export_spec():
     """Function (**changes) -> ExportSpec of the tiny exports: 2 prompts x 2 images of 18 x 14 pixels."""
-    from models.config import ExportSpec
+    from models.export_spec import ExportSpec
 
     def make(**changes):
         return ExportSpec(
@@ -203,11 +204,10 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_export(once, checkpoint_folder, export_spec) -> Path:
     """2 prompts x 2 images, float32, no twins."""
-    from pipeline import export, sources
+    from pipeline import export
+    from pipeline.checkpoints import source
 
-    return once(
-        "tiny", lambda folder: export.export(sources.diffusers_source(checkpoint_folder), folder, export_spec())
-    )
+    return once("tiny", lambda folder: export.export(source.diffusers_source(checkpoint_folder), folder, export_spec()))
 
 
 @pytest.fixture(scope="session")
@@ -256,12 +256,13 @@ def single_export(once, checkpoint_folder, run_command) -> Path:
 @pytest.fixture(scope="session")
 def bfloat16_export(once, checkpoint_folder, export_spec) -> Path:
     """1 prompt x 1 image, weights in bfloat16."""
-    from pipeline import export, sources
+    from pipeline import export
+    from pipeline.checkpoints import source
 
     spec = export_spec(prompts=1, images_per_prompt=1, dtype="bfloat16")
 
     def make(folder):
-        export.export(sources.diffusers_source(checkpoint_folder), folder, spec, compare_float32=False)
+        export.export(source.diffusers_source(checkpoint_folder), folder, spec, compare_float32=False)
 
     return once("bfloat16", make)
 
@@ -301,7 +302,7 @@ def checkpoint_list():
 @pytest.fixture(scope="session")
 def single_file_keys(checkpoint_list):
     """Function (family, {name: shape or None}) -> a public single file's tensors, changed; there is nothing to read."""
-    from models.checkpoint import Tensor
+    from pipeline.checkpoints.loader import Tensor
 
     def make(family: str, changes: dict[str, tuple | None] | None = None) -> dict[str, Tensor]:
         shapes = {

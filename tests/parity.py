@@ -24,8 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from pipeline import generate, load, manifest, noise, settings, tokenizer  # noqa: E402
+from pipeline import generate, load, manifest  # noqa: E402
 from pipeline.compare import compare  # noqa: E402
+from pipeline.prompts import tokenizer  # noqa: E402
+from pipeline.sampling import noise, settings  # noqa: E402
 
 PROMPT, OTHER_PROMPT = "a red apple on a blue background", "a cactus, white background"
 NEGATIVE_PROMPT = "blurry, low quality"

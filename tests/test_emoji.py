@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.config import ExportSpec
-from pipeline import export, generate, load, sources
+from models.export_spec import ExportSpec
+from pipeline import export, generate, load
+from pipeline.checkpoints import source
 from training import data
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ def make_export(tmp_path_factory):
     def make(dtype="float32"):
         folder = tmp_path_factory.mktemp("emoji") / dtype
         spec = ExportSpec(64, 64, prompts=4, images_per_prompt=SEEDS, dtype=dtype, max_steps=25)
-        export.export(sources.diffusers_source(CHECKPOINT), folder, spec, compare_float32=False)
+        export.export(source.diffusers_source(CHECKPOINT), folder, spec, compare_float32=False)
         return folder
 
     return make

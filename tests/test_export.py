@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
-from models.config import InputError
-from pipeline import export, load, manifest, sources
+from models.errors import InputError
+from pipeline import export, load, manifest
+from pipeline.checkpoints import source
 from pipeline.manifest import Difference
 
 PARTS = ("text_encoder", "diffusion_model", "decoder")
@@ -356,7 +357,7 @@ def test_the_reload_bar():
 )
 def test_specs_are_checked_first(checkpoint_folder, export_spec, tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
-        export.export(sources.diffusers_source(checkpoint_folder), tmp_path / "out", export_spec(**changes))
+        export.export(source.diffusers_source(checkpoint_folder), tmp_path / "out", export_spec(**changes))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -364,4 +365,4 @@ def test_a_vocabulary_larger_than_the_text_encoders(damaged_checkpoint, export_s
     path = damaged_checkpoint / "text_encoder" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 49400}))
     with pytest.raises(InputError, match="makes token id 49407, but the text encoder has 49400 ids"):
-        export.export(sources.diffusers_source(damaged_checkpoint), tmp_path / "out", export_spec())
+        export.export(source.diffusers_source(damaged_checkpoint), tmp_path / "out", export_spec())

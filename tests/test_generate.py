@@ -6,8 +6,10 @@ import logging
 import numpy as np
 import pytest
 
-from models.config import InputError
-from pipeline import generate, load, noise, tokenizer
+from models.errors import InputError
+from pipeline import generate, load
+from pipeline.prompts import tokenizer
+from pipeline.sampling import noise
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +148,7 @@ def test_settings_change_the_picture(functions, nine):
 
 
 def test_initial_noise_is_the_seeds(functions, stub):
-    """What goes into denoise: one seed per image, its words, and noise of pipeline.noise in [h, w, 4]."""
+    """What goes into denoise: one seed per image, its words, and noise of pipeline.sampling.noise in [h, w, 4]."""
     seen = []
 
     def denoise(**inputs):

@@ -10,10 +10,14 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from models import checkpoint, diffusers, keymaps, ldm, vae
-from models.config import InputError
+from models import vae
+from models.errors import InputError
 from models.text_encoder import TextEncoder
-from pipeline import export, generate, hub, load, manifest, noise, other_vae, pictures, precision, settings, sources
+from pipeline import export, generate, load, manifest, precision
+from pipeline.checkpoints import diffusers_folder, hub, keymaps, loader, other_vae, single_file
+from pipeline.checkpoints import source as sources
+from pipeline.images import png
+from pipeline.sampling import noise, settings
 
 GOLDENS = Path(__file__).parent / "goldens"
 CLIP_SKIP = GOLDENS / "clip_skip.npz"
@@ -78,10 +82,10 @@ def test_float16_draws_and_says_so(half_export, tmp_path):
     drawn = generate.generate(functions, "a red apple", seed=3, num_steps=3)
     assert drawn.shape == (1, 18, 14, 3) and drawn.std() > 5
     chosen = settings.settings(functions, None, 3, 3.0)
-    text = pictures.parameters(functions, "a red apple", None, noise.image_seeds(3, 1)[0], chosen, 3.0)
+    text = png.parameters(functions, "a red apple", None, noise.image_seeds(3, 1)[0], chosen, 3.0)
     digest = functions.manifest.vae.sha256
     assert f"VAE hash: {digest[:10]}, VAE: bright, Clip skip: 2, " in text
-    path = pictures.save(drawn[0], 3, text, tmp_path)
+    path = png.save(drawn[0], 3, text, tmp_path)
     with Image.open(path) as image:
         assert "Clip skip: 2" in image.text["parameters"]
 
@@ -123,12 +127,12 @@ def test_what_to_try(part, dtype, advice, value):
 
 @pytest.fixture(scope="module")
 def own(checkpoint_folder):
-    return diffusers.read_config(checkpoint_folder).vae
+    return diffusers_folder.read_config(checkpoint_folder).vae
 
 
 def decoder_weights(found):
     layers = [vae.VAEDecoder(found.config), vae.VAEEncoder(found.config)]
-    assert checkpoint.load(layers, found.tensors, keymaps.DIFFUSERS["vae"], found.where) == []
+    assert loader.load(layers, found.tensors, keymaps.DIFFUSERS["vae"], found.where) == []
     return {v.path: v.numpy() for layer in layers for v in layer.variables}
 
 
@@ -156,7 +160,7 @@ def test_a_folder_a_checkpoint_and_a_file_hold_the_same(other_folder, checkpoint
 
 def original_names(config, tensors):
     """diffusers' names to the original's, by the table that is used the other way round."""
-    table = sorted(ldm.vae_table(config).items(), key=lambda entry: -len(entry[1][0]))
+    table = sorted(single_file.vae_table(config).items(), key=lambda entry: -len(entry[1][0]))
 
     def original(name):
         for theirs, (ours, inner) in table:
@@ -231,12 +235,12 @@ def test_a_vae_from_the_hub(other_folder, own, monkeypatch, tmp_path, whole):
 def test_clip_skip_is_diffusers(name, skip):
     """Context and pooled vector of its pipelines; layers that nothing depends on are not even built."""
     with np.load(CLIP_SKIP) as golden:
-        config = sources.skip_layers(diffusers.read_config(GOLDENS / name), skip)
+        config = sources.skip_layers(diffusers_folder.read_config(GOLDENS / name), skip)
         contexts, pooled = [], None
         for encoder, suffix in zip(config.text_encoders, ("", "_2"), strict=False):
             model, component = TextEncoder(encoder), f"text_encoder{suffix}"
-            tensors = diffusers.read_weights(GOLDENS / name, component)
-            ignored = checkpoint.load([model], tensors, keymaps.of_component(component, config), name)
+            tensors = diffusers_folder.read_weights(GOLDENS / name, component)
+            ignored = loader.load([model], tensors, keymaps.of_component(component, config), name)
             assert len(model.blocks) == encoder.built_layers
             assert any("encoder.layers" in key for key in ignored) == (encoder.built_layers < encoder.num_hidden_layers)
             context, pooled = model(golden[f"{name}/tokens{suffix}"])

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import InputError
-from pipeline import load, manifest, noise, samplers
+from models.errors import InputError
+from pipeline import load, manifest
 from pipeline.manifest import Signature
+from pipeline.sampling import noise, samplers
 
 ROOT = Path(__file__).parents[1]
 ALL = ("text_encoder", "unet", "decoder")

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline import manifest
 
 

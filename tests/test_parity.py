@@ -5,8 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import checkpoint, diffusers, keymaps, unet, vae
-from pipeline import load, manifest, settings, solvers, tokenizer
+from models import unet, vae
+from pipeline import load, manifest
+from pipeline.checkpoints import diffusers_folder, keymaps, loader
+from pipeline.prompts import tokenizer
+from pipeline.sampling import settings, solvers
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINT = GOLDENS / "tiny_sd1"
@@ -52,10 +55,10 @@ def test_unet(golden, tiny_sd1_export):
 
 
 def test_unet_at_a_size_that_is_no_multiple_of_its_own(golden):
-    config = diffusers.read_config(CHECKPOINT)
+    config = diffusers_folder.read_config(CHECKPOINT)
     model = unet.UNet(config.unet)
-    tensors = diffusers.read_weights(CHECKPOINT, "unet", None)
-    checkpoint.load([model], tensors, keymaps.DIFFUSERS["unet"], "unet")
+    tensors = diffusers_folder.read_weights(CHECKPOINT, "unet", None)
+    loader.load([model], tensors, keymaps.DIFFUSERS["unet"], "unet")
     close(model(golden["odd_latent"], golden["timesteps"][0], golden["context"]), golden["odd_prediction"], 1e-5)
 
 
@@ -65,10 +68,10 @@ def test_decoder(golden, tiny_sd1_export):
 
 
 def test_encoder(golden):
-    config = diffusers.read_config(CHECKPOINT)
+    config = diffusers_folder.read_config(CHECKPOINT)
     parts = [vae.VAEDecoder(config.vae), vae.VAEEncoder(config.vae)]
-    tensors = diffusers.read_weights(CHECKPOINT, "vae", None)
-    checkpoint.load(parts, tensors, keymaps.DIFFUSERS["vae"], "vae")
+    tensors = diffusers_folder.read_weights(CHECKPOINT, "vae", None)
+    loader.load(parts, tensors, keymaps.DIFFUSERS["vae"], "vae")
     mean, std = parts[1](golden["encoder_image"])
     close(mean, golden["encoder_mean"], 1e-5)
     close(std, golden["encoder_std"], 1e-5)

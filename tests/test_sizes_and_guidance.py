@@ -5,8 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models.config import ExportSpec, InputError, Size
-from pipeline import generate, load, manifest, settings, solvers
+from models.errors import InputError
+from models.export_spec import ExportSpec, Size
+from pipeline import generate, load, manifest
+from pipeline.sampling import settings, solvers
 
 OTHER = Size(width=20, height=12)
 
@@ -14,10 +16,11 @@ OTHER = Size(width=20, height=12)
 @pytest.fixture(scope="module")
 def sized_export(exports, checkpoint_folder, export_spec):
     """1 prompt x 2 images of two blocks, at 14x18 and at 20x12."""
-    from pipeline import export, sources
+    from pipeline import export
+    from pipeline.checkpoints import source
 
     spec = export_spec(prompts=1, more_sizes=(OTHER,), prompt_chunks=2)
-    export.export(sources.diffusers_source(checkpoint_folder), exports / "sized", spec)
+    export.export(source.diffusers_source(checkpoint_folder), exports / "sized", spec)
     return exports / "sized"
 
 
@@ -52,9 +55,9 @@ def test_other_sizes_are_refused_by_name(sized_export):
 
 
 def test_sizes_are_checked_at_export(checkpoint_folder):
-    from models import diffusers
+    from pipeline.checkpoints import diffusers_folder
 
-    config = diffusers.read_config(checkpoint_folder)
+    config = diffusers_folder.read_config(checkpoint_folder)
 
     def check(*sizes):
         ExportSpec(18, 14, 1, 1, "float32", 4, more_sizes=sizes).check(config)
@@ -133,7 +136,7 @@ def test_unguided_rows_equal_guidance_one(functions):
 
 
 def words(functions):
-    from pipeline import tokenizer
+    from pipeline.prompts import tokenizer
 
     return tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
 

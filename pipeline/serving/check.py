@@ -14,7 +14,8 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import InputError, TensorSpec
+from models.errors import InputError
+from models.export_spec import TensorSpec
 from pipeline import cli, manifest
 from pipeline.manifest import Manifest
 from pipeline.serving import client
@@ -124,7 +125,8 @@ def unbatchable(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...])
 
 def _part(contract: Manifest, part: str, xla: bool) -> Iterator[Finding]:
     cli.import_tensorflow()
-    from pipeline.serving import graph, records
+    from pipeline.savedmodel import warmup_records
+    from pipeline.serving import graph
 
     try:
         found = graph.read(contract.path(part))
@@ -137,7 +139,7 @@ def _part(contract: Manifest, part: str, xla: bool) -> Iterator[Finding]:
     for op, reason in graph.dangers(found):
         yield Finding("error", part, f"holds {op}, which {reason}: do not serve it")
     try:
-        warmed = [name for name, _ in records.read(contract.path(part))]
+        warmed = [name for name, _ in warmup_records.read(contract.path(part))]
     except InputError as error:
         yield Finding("error", part, f"{str(error).replace(f'{contract.folder}/', '')}, so a server cannot load it")
         return

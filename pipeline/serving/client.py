@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from models.config import InputError, TensorSpec
-from pipeline import arrays, manifest
+from models.errors import InputError
+from models.export_spec import TensorSpec
+from pipeline import manifest
 from pipeline.manifest import JIT_COMPONENTS, Functions, Manifest, chain_signature
+from pipeline.savedmodel import arrays
 from pipeline.serving import status
 from pipeline.serving.status import ServingError
 

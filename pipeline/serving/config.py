@@ -5,7 +5,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from tensorflow_serving.config import model_server_config_pb2
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline.serving import status
 from pipeline.serving.source import Policy, Source
 from pipeline.serving.status import ServingError

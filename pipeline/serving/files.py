@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline import manifest
 from pipeline.manifest import Manifest
 from pipeline.serving.client import PORTS, TIMEOUT_SECONDS

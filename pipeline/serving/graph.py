@@ -14,7 +14,7 @@ from google.protobuf import message
 from tensorflow.core.framework import node_def_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
-from models.config import InputError
+from models.errors import InputError
 
 # What an operation does that no export needs -> its names, as regular expressions of the whole name.
 DANGEROUS = {

@@ -2,7 +2,7 @@
 
 import grpc
 
-from models.config import TensorSpec
+from models.export_spec import TensorSpec
 from pipeline import cli
 from pipeline.serving.status import ServingError
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import urllib3
 
-from models.config import TensorSpec
+from models.export_spec import TensorSpec
 from pipeline.serving import client, status
 from pipeline.serving.status import ServingError
 

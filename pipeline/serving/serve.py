@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline import cli, compile_cache, manifest
 
 FLAGS = flags.FLAGS

@@ -13,7 +13,7 @@ from pathlib import Path
 import tensorflow as tf
 from google.protobuf import text_format
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline import load as device
 from pipeline import manifest
 from pipeline.serving import config, grpc_server, rest, session, source, status, warmup

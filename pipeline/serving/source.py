@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from models.config import InputError
+from models.errors import InputError
 from pipeline import manifest
 
 

@@ -8,7 +8,7 @@ Run from the project's folder with the peers' environment; the argument is the n
     drawn: strings [20,2], object and colour; prompts: strings [20], in all the forms the checkpoint knows
     seed: of the first picture; picture i of prompt p has seed + 3 p + i
     images uint8[12,64,64,3]: the first four prompts, three seeds each; 25 DDIM steps, guidance 3, float32,
-        noise by pipeline.noise
+        noise by pipeline.sampling.noise
     sha256: JSON, of the checkpoint's weight files; versions: JSON
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-from pipeline import noise
+from pipeline.sampling import noise
 from training import data
 
 HERE = Path(__file__).resolve().parent

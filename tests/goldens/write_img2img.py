@@ -36,7 +36,7 @@ from diffusers.models.autoencoders import vae
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_img2img as module
 from PIL import Image
 
-from pipeline import noise
+from pipeline.sampling import noise
 
 HERE = Path(__file__).resolve().parent
 SEED, GUIDANCE_SCALE = 11, 7.5

@@ -15,7 +15,7 @@ Where the scheduler itself is not run as it is:
 * DDIM and PNDM take t - T // n as the timestep a step ends at, which for "linspace" and most "trailing" grids is not
   the next one of the list. There the scheduler's own step is run with the list's stride in place of T // n; where the
   two agree (all "leading" grids, "trailing" with n dividing T) it is untouched.
-* Fresh noise is pipeline.noise.normal(SEED, row + 1) in place of torch's, row counting the calls.
+* Fresh noise is pipeline.sampling.noise.normal(SEED, row + 1) in place of torch's, row counting the calls.
 * Euler ancestral has no Karras or exponential sigmas and no lists in diffusers: there it gets those of
   EulerDiscreteScheduler (k-diffusion does the same). LMS takes lists the same way, UniPC those of DPM-Solver.
 * A list of timesteps that begins with a repeated one would start at its second entry; none does.
@@ -34,7 +34,7 @@ import diffusers
 import numpy as np
 import torch
 
-from pipeline import noise
+from pipeline.sampling import noise
 
 SEED = 5
 PIPELINE_SEED, PIPELINE_STEPS, GUIDANCE_SCALE, PROMPT = 1, 10, 3.0, "a red apple"

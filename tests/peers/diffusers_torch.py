@@ -1,6 +1,6 @@
 """Time diffusers' own pipeline (PyTorch, CPU): the worker behind `benchmark.py --peers diffusers`.
 
-Run by `pipeline.timing.isolated` in the peers' environment (requirements.txt), with the file of the request as its
+Run by `benchmark.timing.isolated` in the peers' environment (requirements.txt), with the file of the request as its
 argument. Read from the request, beside what every row has: checkpoint, pipeline (its class), prompts,
 images_per_prompt, dtype, vae_dtype, compile.
 """
@@ -13,8 +13,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from models.config import InputError  # noqa: E402
-from pipeline import noise, timing  # noqa: E402
+from models.errors import InputError  # noqa: E402
+from pipeline.benchmark import timing  # noqa: E402
+from pipeline.sampling import noise  # noqa: E402
 
 SCHEDULERS = {"ddim": "DDIMScheduler", "euler": "EulerDiscreteScheduler"}
 # What encode_prompt returns; two without pooled vectors.

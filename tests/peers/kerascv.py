@@ -1,6 +1,6 @@
 """Time KerasCV's own Stable Diffusion as its users call it: the worker behind `benchmark.py --kerascv`.
 
-Run by `pipeline.timing.isolated`, with the file of the request as its argument.
+Run by `pipeline.benchmark.timing.isolated`, with the file of the request as its argument.
 """
 
 import sys
@@ -8,7 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline import cli, kerascv, timing, tokenizer  # noqa: E402
+from pipeline import cli  # noqa: E402
+from pipeline.benchmark import timing  # noqa: E402
+from pipeline.checkpoints import kerascv  # noqa: E402
+from pipeline.prompts import tokenizer  # noqa: E402
 
 
 def load(row: dict):

@@ -1,6 +1,6 @@
 """Time the checkpoint's networks in OpenVINO (CPU): the worker behind `benchmark.py --peers openvino`.
 
-Run by `pipeline.timing.isolated` in its own environment (openvino-requirements.txt), with the file of the request as
+Run by `benchmark.timing.isolated` in its own environment (openvino-requirements.txt), with the file of the request as
 its argument; with --prepare before it, it converts the networks and measures nothing. Read from the request, beside
 what every row has: checkpoint, pipeline (its class), prompts, images_per_prompt, dtype, vae_dtype, cache (a folder for
 converted networks).
@@ -16,8 +16,8 @@ from pathlib import Path
 import diffusers_torch
 import numpy as np
 
-from models.config import InputError
-from pipeline import timing
+from models.errors import InputError
+from pipeline.benchmark import timing
 
 # It would write to the home folder, ask the network, and hang at exit where there is none.
 sys.modules["openvino_telemetry"] = None

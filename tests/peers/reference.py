@@ -23,7 +23,7 @@ OUTPUT.npz, channels last:
     request, versions: JSON
 
 Chains run through the checkpoint's own pipeline. Its Euler multiplies the latents it is given by init_noise_sigma, so
-the same noise goes to every sampler. Fresh noise is pipeline.noise.normal(seed, row + 1) in place of torch's.
+the same noise goes to every sampler. Fresh noise is pipeline.sampling.noise.normal(seed, row + 1) in place of torch's.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from diffusers import DiffusionPipeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline import noise  # noqa: E402
+from pipeline.sampling import noise  # noqa: E402
 
 SCHEDULERS = {
     "ddim": diffusers.DDIMScheduler,

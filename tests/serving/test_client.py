@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
-from models.config import InputError, TensorSpec
+from models.errors import InputError
+from models.export_spec import TensorSpec
 from pipeline import generate, load, manifest, serving
 from pipeline.serving import client, status, tensors
 from pipeline.serving.status import ServingError

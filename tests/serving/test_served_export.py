@@ -7,8 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from models.config import InputError
-from pipeline import export, manifest, publish, sources
+from models.errors import InputError
+from pipeline import export, manifest
+from pipeline.checkpoints import source
+from pipeline.savedmodel import publish
 
 
 def test_an_export_is_served_as_its_parts(serve, tiny_export):
@@ -36,7 +38,7 @@ def test_a_disk_that_fills_up_during_an_export_leaves_the_old_version(
     client = serve(disk / "tiny", file_system_poll_wait_seconds=0.05)
     monkeypatch.setattr(publish, "check_space", lambda folder, weight_bytes: None)
     with pytest.raises(InputError, match="cannot write the export: .*pace left"):
-        export.export(sources.diffusers_source(checkpoint_folder), disk / "tiny", export_spec())
+        export.export(source.diffusers_source(checkpoint_folder), disk / "tiny", export_spec())
     time.sleep(0.3)
     assert all(client.states(part) == {1: "AVAILABLE"} for part in manifest.PARTS)
     latent = np.zeros((4, 9, 7, 4), "float32").tolist()

@@ -1,0 +1,1 @@
+"""Measuring exports beside their peers."""

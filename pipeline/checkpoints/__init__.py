@@ -1,0 +1,1 @@
+"""Files of checkpoints to named tensors to the weights of our networks."""

@@ -1,0 +1,1 @@
+"""What is typed at a prompt: one file a command, its flags and its help."""

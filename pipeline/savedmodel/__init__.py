@@ -1,0 +1,1 @@
+"""How an export lies on disk."""
