@@ -17,6 +17,7 @@ from keras import ops
 from models import loop
 from models.config import ModelConfig, SchedulerConfig
 from models.export_spec import ExportSpec, Size, TensorSpec
+from models.steps import MEMORY, ROW_SIZE
 from models.text_encoder import weigh
 
 TIME_IDS = "time_ids"  # original height and width, crop's top and left, target height and width
@@ -30,11 +31,11 @@ class Endpoint:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     function: Callable[..., dict]  # named tensors to named tensors, at least `outputs`
-    drawn: tuple[TensorSpec, ...] = ()  # inputs of the function that no client sends: fresh standard normal noise
-    require: Callable[..., list[tuple]] | None = None  # inputs to [(bool[], message)], asserted before the call
-    ensure: Callable[..., list[tuple]] | None = None  # all outputs of the function to the same, after the call
+    noise_inputs: tuple[TensorSpec, ...] = ()  # inputs of the function filled with fresh normal noise
+    preconditions: Callable[..., list[tuple]] | None = None  # inputs to [(bool[], message)], asserted before the call
+    postconditions: Callable[..., list[tuple]] | None = None  # all outputs of the function to the same, after the call
     png: dict[str, str] = dataclasses.field(default_factory=dict)  # output -> uint8 image it is the PNG of
-    twin: bool = False  # True: what an export with XLA twins also stores compiled
+    compiled_variant: bool = False  # True: what an export for XLA also stores compiled, as NAME_xla
 
 
 Share = Callable[[Callable], Callable]  # how endpoints reuse one traced body, e.g. tf.function
@@ -62,13 +63,13 @@ def text_encoder(models: Sequence, config: ModelConfig, spec: ExportSpec, empty_
             context, pooled = model(ops.reshape(both, (-1, block)))
             contexts.append(weigh(ops.cast(context, "float32"), weights))
         context = ops.reshape(ops.concatenate(contexts, axis=-1), (2 * prompts, length, -1))
-        found = {"context": context}
+        states = {"context": context}
         if pooled is not None:
             # The first block's, as everybody takes it.
-            found["pooled"] = ops.reshape(ops.cast(pooled, "float32"), (2 * prompts, spec.prompt_chunks, -1))[:, 0]
+            states["pooled"] = ops.reshape(ops.cast(pooled, "float32"), (2 * prompts, spec.prompt_chunks, -1))[:, 0]
         outputs = {}
         for positive, negative in pairs:
-            value = found[positive.name]
+            value = states[positive.name]
             outputs[positive.name] = ops.repeat(value[:prompts], per_prompt, axis=0)
             outputs[negative.name] = ops.repeat(value[prompts:], per_prompt, axis=0)
         return outputs
@@ -83,7 +84,7 @@ def text_encoder(models: Sequence, config: ModelConfig, spec: ExportSpec, empty_
         ),
         outputs=tuple(tensor for pair in pairs for tensor in pair),
         function=encode,
-        twin=True,
+        compiled_variant=True,
     )
     if not _as_published(config, spec):
         return [encode]
@@ -117,12 +118,12 @@ def _published_encoder(model, spec: ExportSpec, empty_tokens: np.ndarray, output
         inputs=(TensorSpec("tokens", (None, len(empty_tokens)), "int32"),),
         outputs=outputs,
         function=serving_default,
-        require=batch_fits,
+        preconditions=batch_fits,
     )
 
 
 def conditioning(config: ModelConfig, spec: ExportSpec) -> tuple[tuple[TensorSpec, TensorSpec], ...]:
-    """What the UNet is told beside latent and timestep: (for the prompt, for the negative prompt) each."""
+    """List what the UNet takes beside latent and timestep: (for the prompt, for the negative prompt) each."""
     images = spec.num_images
     length = spec.prompt_chunks * config.text_encoder.max_position_embeddings
     context = TensorSpec("context", (images, length, config.unet.cross_attention_dim), "float32")
@@ -149,24 +150,24 @@ def diffusion_model(
         ddim: the checkpoint's schedule with DDIM's own defaults filled in, for `serving_default`.
         alphas_cumprod: float64[num_train_timesteps].
     """
-    made = []
+    every = []
     for size in spec.sizes:
         run, pure = _loops(model, config, spec, size, share)
         if size == spec.size and _as_published(config, spec):
-            made.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
-        made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
-    return made
+            every.append(_published_loop(run, pure[0], spec, ddim, alphas_cumprod))
+        every += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in pure]
+    return every
 
 
 def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> tuple[Callable, list[Endpoint]]:
     """The guided loop as a function of effective guidance, and the pure endpoints of one size."""
     images, steps = spec.num_images, spec.max_steps
     latent = _latent(config, spec, size)
-    memory = TensorSpec("memory", (loop.STATE - 1, *latent.shape), "float32")
+    memory = TensorSpec("memory", (MEMORY, *latent.shape), "float32")
     pairs = conditioning(config, spec)
     prompt_contexts = tuple(positive for positive, _ in pairs)
     contexts = {tensor.name: tensor for pair in pairs for tensor in pair}
-    # A model distilled with guidance is told the scale, and needs no unconditional prediction.
+    # A model distilled with guidance takes the scale as an input, and needs no unconditional prediction.
     distilled = config.unet.time_cond_proj_dim is not None
 
     def unet(latent, timestep, **prepared):
@@ -174,28 +175,23 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
 
     unet = share(unet)
 
-    def run_loop(predict, state, rows, *others, told):
-        cache = ()
-        if spec.feature_cache > 1:
-            predict, shape = model.predict_again, (*latent.shape[1:3], model.deep_channels)
-            cache = (ops.zeros((images * len(told["context"]), *shape), dtype=spec.dtype), spec.feature_cache)
-        done = loop.denoise(predict, *state, *rows, *others, told, model.prepare, *cache)
-        return dict(zip(STATE, done, strict=True))
+    def run_loop(predict, state, rows, guidance, guidance_rescale, seed, inputs):
+        results = loop.denoise(predict, *state, *rows, guidance, guidance_rescale, seed, inputs, model.prepare)
+        return dict(zip(STATE, results, strict=True))
 
-    def unguided(state, rows, seed, told):
+    def unguided(state, rows, seed, inputs):
         def predict(latent, timestep, **prepared):
             return unet(latent=latent, timestep=timestep, **prepared)["prediction"]
 
-        told = {name: (value,) for name, value in told.items()}
-        return run_loop(predict, state, rows, None, None, seed, told=told)
+        return run_loop(predict, state, rows, None, None, seed, {name: (value,) for name, value in inputs.items()})
 
     def run(latent, memory, steps, first_step, last_step, guidance, guidance_rescale, seed, **contexts):
         state, rows = (latent, memory), (steps, first_step, last_step)
         if distilled:
-            told = {positive.name: contexts[positive.name] for positive, _ in pairs}
-            return unguided(state, rows, seed, told | {"guidance": guidance})
-        told = {positive.name: (contexts[positive.name], contexts[negative.name]) for positive, negative in pairs}
-        return run_loop(model.predict, state, rows, guidance, guidance_rescale, seed, told=told)
+            inputs = {positive.name: contexts[positive.name] for positive, _ in pairs}
+            return unguided(state, rows, seed, inputs | {"guidance": guidance})
+        inputs = {positive.name: (contexts[positive.name], contexts[negative.name]) for positive, negative in pairs}
+        return run_loop(model.predict, state, rows, guidance, guidance_rescale, seed, inputs)
 
     run = share(run)
 
@@ -204,15 +200,15 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
         # A scale of 1 or less means the conditional prediction alone, as in diffusers.
         return run(guidance=guidance if distilled else ops.maximum(guidance, 0.0), **inputs)
 
-    def denoise_unguided(latent, memory, steps, first_step, last_step, seed, **told):
+    def denoise_unguided(latent, memory, steps, first_step, last_step, seed, **inputs):
         if distilled:
-            told["guidance"] = ops.zeros((images,), dtype="float32")
-        return unguided((latent, memory), (steps, first_step, last_step), seed, told)
+            inputs["guidance"] = ops.zeros((images,), dtype="float32")
+        return unguided((latent, memory), (steps, first_step, last_step), seed, inputs)
 
-    def unet_call(latent, timestep, guidance_scale=None, **told):
+    def unet_call(latent, timestep, guidance_scale=None, **inputs):
         if distilled:
-            told["guidance"] = guidance_scale - 1.0
-        return unet(latent=latent, timestep=timestep, **model.prepare(**told))
+            inputs["guidance"] = guidance_scale - 1.0
+        return unet(latent=latent, timestep=timestep, **model.prepare(**inputs))
 
     def rows_fit(first_step, last_step, **_):
         return [
@@ -224,11 +220,11 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
     rows = (
         latent,
         memory,
-        TensorSpec("steps", (steps, loop.ROW), "float32"),
+        TensorSpec("steps", (steps, ROW_SIZE), "float32"),
         TensorSpec("first_step", (), "int32"),
         TensorSpec("last_step", (), "int32"),
     )
-    told_scale = (scale,) if distilled else ()
+    distilled_scale = (scale,) if distilled else ()
     guidance = (scale, dataclasses.replace(scale, name="guidance_rescale"))
     seed = TensorSpec("seed", (images, 2), "int32")
     state = (latent, memory, dataclasses.replace(latent, name="denoised"))
@@ -238,20 +234,20 @@ def _loops(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Shar
             inputs=(*rows, *guidance, seed, *contexts.values()),
             outputs=state,
             function=denoise,
-            require=rows_fit,
-            twin=True,
+            preconditions=rows_fit,
+            compiled_variant=True,
         ),
         Endpoint(
             name="denoise_unguided",
             inputs=(*rows, seed, *prompt_contexts),
             outputs=state,
             function=denoise_unguided,
-            require=rows_fit,
-            twin=True,
+            preconditions=rows_fit,
+            compiled_variant=True,
         ),
         Endpoint(
             name="unet",
-            inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts, *told_scale),
+            inputs=(latent, TensorSpec("timestep", (images,), "float32"), *prompt_contexts, *distilled_scale),
             outputs=(dataclasses.replace(latent, name="prediction"),),
             function=unet_call,
         ),
@@ -303,20 +299,20 @@ def _published_loop(
         ),
         outputs=(tensors["latent"],),
         function=serving_default,
-        drawn=(tensors["latent"],),
-        require=count_fits,
+        noise_inputs=(tensors["latent"],),
+        preconditions=count_fits,
     )
 
 
 def decoder(model, config: ModelConfig, spec: ExportSpec, share: Share = lambda function: function) -> list[Endpoint]:
     """`serving_default`; per size `decode`, `decode_float` and `decode_png`."""
-    made = []
+    every = []
     for size in spec.sizes:
         endpoints = _decoders(model, config, spec, size, share)
         if size == spec.size:
-            made.append(_published_decoder(endpoints[0]))
-        made += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in endpoints]
-    return made
+            every.append(_published_decoder(endpoints[0]))
+        every += [dataclasses.replace(e, name=spec.signature(e.name, size)) for e in endpoints]
+    return every
 
 
 def _decoders(model, config: ModelConfig, spec: ExportSpec, size: Size, share: Share) -> list[Endpoint]:
@@ -346,7 +342,7 @@ def _decoders(model, config: ModelConfig, spec: ExportSpec, size: Size, share: S
             inputs=(latent,),
             outputs=(TensorSpec("generated_images", shape, "uint8"), TensorSpec("finite", (images,), "bool")),
             function=decode,
-            twin=True,
+            compiled_variant=True,
         ),
         Endpoint(
             name="decode_float",
@@ -359,7 +355,7 @@ def _decoders(model, config: ModelConfig, spec: ExportSpec, size: Size, share: S
             inputs=(latent,),
             outputs=(TensorSpec("image_bytes", (images,), "string"),),
             function=decode,
-            ensure=_all_finite,
+            postconditions=_all_finite,
             png={"image_bytes": "generated_images"},
         ),
     ]
@@ -372,7 +368,7 @@ def _all_finite(finite, **_):
 def _published_decoder(decode: Endpoint) -> Endpoint:
     """`serving_default`: pictures only, since a second output would change the shape of a REST answer."""
     return dataclasses.replace(
-        decode, name="serving_default", outputs=decode.outputs[:1], ensure=_all_finite, twin=False
+        decode, name="serving_default", outputs=decode.outputs[:1], postconditions=_all_finite, compiled_variant=False
     )
 
 
@@ -385,13 +381,13 @@ def image_encoder(model, config: ModelConfig, spec: ExportSpec) -> list[Endpoint
         scale = config.vae.scaling_factor
         return {"mean": ops.cast(mean, "float32") * scale, "std": ops.cast(std, "float32") * scale}
 
-    made = []
+    every = []
     for size in spec.sizes:
         image = TensorSpec("image", (spec.num_images, size.height, size.width, config.vae.in_channels), "float32")
         latent = _latent(config, spec, size)
         outputs = tuple(dataclasses.replace(latent, name=name) for name in ("mean", "std"))
-        made.append(Endpoint(spec.signature("encode_image", size), (image,), outputs, encode_image))
-    return made
+        every.append(Endpoint(spec.signature("encode_image", size), (image,), outputs, encode_image))
+    return every
 
 
 def _vae_dtype(config: ModelConfig, spec: ExportSpec) -> str:

@@ -29,8 +29,6 @@ class ExportSpec:
     max_steps: int  # S, rows of the steps table
     prompt_chunks: int = 1  # k, blocks of 77 tokens in a prompt
     more_sizes: tuple[Size, ...] = ()  # pictures that the same weights also draw, each by signatures of its own
-    feature_cache: int = 1  # k: the UNet's deep layers are computed at every k-th step only
-    attention_downsample: int = 1  # f: at the finest resolution, pixels see each f-th row and column of the others
     weights: str = "dtype"  # "dtype", or "int8": kernels stored as 8-bit integers, multiplied out at each use
     target: str = "any"  # "any", or "cpu": computed, and kernels stored, as is faster on processors; float32 only
 
@@ -47,15 +45,12 @@ class ExportSpec:
     @property
     def exact(self) -> "ExportSpec":
         """The same without what makes pictures differ from float32's."""
-        unchanged = {"feature_cache": 1, "attention_downsample": 1, "weights": "dtype", "target": "any"}
-        return dataclasses.replace(self, dtype="float32", **unchanged)
+        return dataclasses.replace(self, dtype="float32", weights="dtype", target="any")
 
     @property
     def precision(self) -> str:
         """What makes numbers differ, in words."""
-        changes = [self.dtype, *(["int8 weights"] if self.weights == "int8" else [])]
-        changes += [f"attention downsampled by {self.attention_downsample}"] * (self.attention_downsample > 1)
-        changes += [f"features cached for {self.feature_cache} steps"] * (self.feature_cache > 1)
+        changes = [self.dtype] + ["int8 weights"] * (self.weights == "int8")
         return ", ".join(changes + ["tuned for processors"] * (self.target == "cpu"))
 
     def signature(self, name: str, size: Size) -> str:
@@ -107,7 +102,4 @@ DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("dtype", "int8")
 TARGETS = ("any", "cpu")
 # Of an ExportSpec: field -> most.
-COUNTS = {
-    **{"prompts": 1024, "images_per_prompt": 1024, "prompt_chunks": 16},
-    **{"feature_cache": 256, "attention_downsample": 8},
-}
+COUNTS = {"prompts": 1024, "images_per_prompt": 1024, "prompt_chunks": 16}

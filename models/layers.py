@@ -26,11 +26,11 @@ class Layer(keras.layers.Layer):
         return self.add_weight(name=name, shape=shape, initializer=initializer)
 
     def tune_for_cpu(self) -> None:
-        """Compute, in float32, what is faster on processors; most layers know nothing better."""
+        """Change to what processors compute faster in float32, where this layer has such a way."""
 
 
-def tune_for_cpu(model: Layer) -> None:
-    """Let each layer of a network do so, once its weights are there."""
+def tune_network_for_cpu(model: Layer) -> None:
+    """Change every layer of a network, its weights loaded, to what processors compute faster."""
     for layer in model._flatten_layers():
         layer.tune_for_cpu()
 
@@ -63,7 +63,7 @@ class Product(Layer):
         self.kernel.assign(kernel)
 
 
-def quantise(model: Layer) -> None:
+def quantise_network(model: Layer) -> None:
     """Store the kernels of a network as 8-bit integers; norms, biases and embeddings stay."""
     for layer in model._flatten_layers():
         if isinstance(layer, Product):

@@ -1,14 +1,4 @@
-"""The denoising loop: runs the rows of a steps table.
-
-A sampler is data (`pipeline.sampling.samplers`): one row of 39 float32 numbers per model call,
-
-    timestep, p, q, g, A[5, 5], B[5], C[5]
-
-acting on a state z = (z0..z4), z0 the latent in variance-preserving scale and z1..z4 its memory:
-
-    out      = guided UNet output at (z0, timestep)
-    denoised = p z0 + q out
-    z       <- A z + B denoised + C noise(seed, row)
+"""The denoising loop: runs the rows of a steps table (`models.steps`).
 
 The table, the range of rows and the guidance are inputs, so one compiled program serves every sampler,
 step count and range, and rows 0..k then k..n equal rows 0..n bit for bit.
@@ -20,9 +10,7 @@ import numpy as np
 from keras import ops
 
 from models.config import SchedulerConfig
-
-STATE = 5
-ROW = 4 + STATE * STATE + 2 * STATE
+from models.steps import ROW, STATE
 
 
 def denoise(
@@ -37,8 +25,6 @@ def denoise(
     seed,
     conditioning,
     prepare=lambda **conditioning: conditioning,
-    features=None,
-    interval: int = 1,
 ):
     """Run rows first_step..last_step-1 of a steps table.
 
@@ -54,9 +40,6 @@ def denoise(
         seed: int32[N,2], low and high word of each image's seed; used by rows with noise.
         conditioning: {name: (conditional, unconditional)}, each [N, ...]; with no guidance {name: (conditional,)}.
         prepare: function (**conditioning of B rows) -> prepared; it runs once, before the loop.
-        features: zeros of the shape and dtype of what the UNet takes over from call to call, each `interval`-th call
-            making it anew, the first one here included. `unet` then has two more arguments, features and fresh
-            (bool[]), and returns (prediction, features). None: every call computes everything.
 
     Returns:
         latent, memory, denoised f32[N,h,w,4] (the last row's estimate of the clean latent).
@@ -69,43 +52,34 @@ def denoise(
     start, stop = ops.maximum(first_step, 0), ops.minimum(last_step, total)
     prepared = prepare(**{name: ops.concatenate(halves, axis=0) for name, halves in conditioning.items()})
 
-    def call(z0, timestep, index, features):
-        timesteps = ops.broadcast_to(timestep, z0.shape[:1])
-        if features is None:
-            return unet(z0, timesteps, **prepared), None
-        return unet(z0, timesteps, features=features, fresh=(index - start) % interval == 0, **prepared)
-
-    def predict(z0, timestep, g, index, features):
+    def predict(z0, timestep, g):
         if guidance is None:
-            return call(z0, timestep, index, features)
-        out, features = call(ops.concatenate([z0, z0], axis=0), timestep, index, features)
-        conditional, unconditional = ops.split(out, 2, axis=0)
+            return unet(z0, ops.broadcast_to(timestep, z0.shape[:1]), **prepared)
+        both = ops.concatenate([z0, z0], axis=0)
+        conditional, unconditional = ops.split(unet(both, ops.broadcast_to(timestep, both.shape[:1]), **prepared), 2)
         # guidance 0 leaves exactly the conditional prediction.
         out = conditional + g * ops.reshape(guidance, (-1, 1, 1, 1)) * (conditional - unconditional)
-        return rescale(out, conditional, guidance_rescale), features
+        return rescale(out, conditional, guidance_rescale)
 
     state = ops.concatenate([latent[None], memory], axis=0)
 
     def condition(index, *_):
         return index < stop
 
-    def body(index, state, denoised, features=None):
+    def body(index, state, denoised):
         row = ops.take(steps, index, axis=0)
-        timestep, p, q, g = row[0], row[1], row[2], row[3]
-        a = ops.reshape(row[4 : 4 + STATE * STATE], (STATE, STATE, 1, 1, 1, 1))
-        b = ops.reshape(row[4 + STATE * STATE : ROW - STATE], (STATE, 1, 1, 1, 1))
-        c = ops.reshape(row[ROW - STATE :], (STATE, 1, 1, 1, 1))
+        timestep, p, q, g = (row[ROW[name]][0] for name in ("timestep", "p", "q", "g"))
+        a = ops.reshape(row[ROW["A"]], (STATE, STATE, 1, 1, 1, 1))
+        b, c = (ops.reshape(row[ROW[name]], (STATE, 1, 1, 1, 1)) for name in ("B", "C"))
 
         z0 = state[0]
-        out, features = predict(z0, timestep, g, index, features)
-        denoised = p * z0 + q * out
+        denoised = p * z0 + q * predict(z0, timestep, g)
         # Multiply and sum, not a matrix product: accelerators may round that to TF32.
         state = ops.sum(a * state[None], axis=1) + b * denoised[None]
         state = state + c * noise(seed, index, z0.shape, ops.any(c != 0))[None]
-        return (index + 1, state, denoised) if features is None else (index + 1, state, denoised, features)
+        return index + 1, state, denoised
 
-    kept = () if features is None else (features,)
-    _, state, denoised, *_ = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent), *kept))
+    _, state, denoised = ops.while_loop(condition, body, (start, state, ops.zeros_like(latent)))
     return state[0], state[1:], denoised
 
 

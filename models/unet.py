@@ -17,8 +17,7 @@ class UNet(Layer):
     al. 2022, arXiv:2210.03142). Inside, everything but the embeddings of numbers runs in the dtype of the weights.
     """
 
-    def __init__(self, config: UNetConfig, dtype: str = "float32", attention_downsample: int = 1):
-        """attention_downsample: f; pixels of the finest resolution see each f-th row and column of the others."""
+    def __init__(self, config: UNetConfig, dtype: str = "float32"):
         super().__init__("unet", dtype)
         self.config = c = config
         channels = c.block_out_channels
@@ -37,7 +36,6 @@ class UNet(Layer):
                 transformer_layers=[c.transformer_layers[i]] * c.layers_per_block,
                 num_heads=c.num_attention_heads[i],
                 resample="down" if i < last else None,
-                stride=attention_downsample if i == 0 else 1,
                 dtype=dtype,
             )
             self.down_blocks.append(block)
@@ -50,7 +48,6 @@ class UNet(Layer):
             transformer_layers=[0, c.mid_transformer_layers],
             num_heads=c.num_attention_heads[-1],
             resample=None,
-            stride=1,
             dtype=dtype,
         )
         self.up_blocks = []
@@ -65,7 +62,6 @@ class UNet(Layer):
                 transformer_layers=[c.transformer_layers[last - i]] * (c.layers_per_block + 1),
                 num_heads=c.num_attention_heads[last - i],
                 resample="up" if i < last else None,
-                stride=attention_downsample if i == last else 1,
                 dtype=dtype,
             )
             self.up_blocks.append(block)
@@ -73,60 +69,31 @@ class UNet(Layer):
         self.conv_norm_out = GroupNorm("conv_norm_out", channels[0], c.norm_num_groups, c.norm_eps, dtype)
         self.conv_out = Conv2D("conv_out", channels[0], c.out_channels, dtype)
 
-        # Of what `predict_again` takes over: the state before the last two layers.
-        self.deep_channels = self.up_blocks[-1].resnets[-2].inputs - channels[0]
+    def call(self, latent, timestep, context, **numbers):
+        """Predict from a context; `numbers` are pooled, time_ids and guidance where the config has them."""
+        return self.predict(latent, timestep, **self.prepare(context, **numbers))
 
-    def call(self, latent, timestep, context, **told):
-        return self.predict(latent, timestep, **self.prepare(context, **told))
-
-    def prepare(self, context, **told):
-        """What `predict` is told: keys and values of the context, the same at each step, in the place of the context.
+    def prepare(self, context, **numbers):
+        """Compute what is the same at every step: keys and values of the context, in its place.
 
         Returns:
-            {"keys_values": {name of a cross-attention: (key, value), each [N, T, C]}, **told}.
+            {"keys_values": {name of a cross-attention: (key, value), each [N, T, C]}, **numbers}.
         """
         context = ops.cast(context, self.dtype)
         blocks = (*self.down_blocks, self.mid_block, *self.up_blocks)
         transformers = [transformer for block in blocks for transformer in block.attentions]
         crossed = [block.attn2 for transformer in transformers for block in transformer.transformer_blocks]
-        return {"keys_values": {attention.name: attention.keys_values(context) for attention in crossed}, **told}
+        return {"keys_values": {attention.name: attention.keys_values(context) for attention in crossed}, **numbers}
 
-    def predict(self, latent, timestep, **prepared):
-        """One call with what `prepare` made of the context."""
-        return self.predict_again(latent, timestep, None, None, **prepared)[0]
-
-    def predict_again(self, latent, timestep, features, fresh, keys_values, pooled=None, time_ids=None, guidance=None):
-        """One call that may take over what an earlier one has computed (Ma et al. 2023, arXiv:2312.00858).
-
-        Args:
-            features: [N, h, w, deep_channels] that the earlier call returned, used in the place of all but the first
-                layer and the last two unless the bool[] `fresh`; None computes everything.
-
-        Returns:
-            (prediction, features).
-        """
+    def predict(self, latent, timestep, keys_values, pooled=None, time_ids=None, guidance=None):
+        """Predict from what `prepare` made of the context."""
         time = silu(self.embedding(timestep, pooled, time_ids, guidance))
-        start = self.conv_in(ops.cast(latent, self.dtype))
-        first = self.down_blocks[0](start, time, keys_values, layer=0)
 
-        def deep():
-            return self._deep([start, first], time, keys_values)
-
-        kept = features
-        features = deep() if kept is None else ops.cond(fresh, deep, lambda: kept)
-        last = self.up_blocks[-1]
-        x = features
-        for layer, skip in zip(range(len(last.resnets))[-2:], (first, start), strict=True):
-            x = last(ops.concatenate([x, skip], axis=-1), time, keys_values, layer=layer)
-        x = self.conv_out(silu(self.conv_norm_out(x)))
-        return ops.cast(x, "float32"), features
-
-    def _deep(self, skips, time, keys_values):
-        """All layers between the first, whose outputs are `skips`, and the last two."""
-        # Down: every layer's output is kept for the way up.
-        x = skips[-1]
-        for number, block in enumerate(self.down_blocks):
-            for layer in range(number == 0, len(block.resnets)):
+        # Down: the output of every layer is kept for the way up.
+        x = self.conv_in(ops.cast(latent, self.dtype))
+        skips = [x]
+        for block in self.down_blocks:
+            for layer in range(len(block.resnets)):
                 x = block(x, time, keys_values, layer=layer)
                 skips.append(x)
             if block.resample is not None:
@@ -141,15 +108,16 @@ class UNet(Layer):
         # Up: each layer also sees what the way down left at its size.
         for block in self.up_blocks:
             for layer in range(len(block.resnets)):
-                if len(skips) == 2:
-                    return x
                 x = block(ops.concatenate([x, skips.pop()], axis=-1), time, keys_values, layer=layer)
             if block.resample is not None:
                 x = block.resample(x, size=skips[-1].shape[1:3])
 
+        x = self.conv_out(silu(self.conv_norm_out(x)))
+        return ops.cast(x, "float32")
+
 
 class Embeddings(Layer):
-    """All that is said about a picture by numbers, as one vector [N, 4 block_out_channels[0]]; inputs as the UNet's."""
+    """Timestep, and pooled text, sizes or guidance beside it, as one vector [N, 4 block_out_channels[0]]."""
 
     def __init__(self, config: UNetConfig, dtype: str):
         super().__init__("embeddings", dtype)
@@ -193,7 +161,6 @@ class Block(Layer):
         transformer_layers: list[int],
         num_heads: int,
         resample: str | None,
-        stride: int,
         dtype: str,
     ):
         super().__init__(name, dtype)
@@ -205,8 +172,7 @@ class Block(Layer):
         ]
         depths = [depth for depth in transformer_layers if depth]
         self.attentions = [
-            Transformer(f"{name}.attentions.{i}", c, outputs, depth, num_heads, stride, dtype)
-            for i, depth in enumerate(depths)
+            Transformer(f"{name}.attentions.{i}", c, outputs, depth, num_heads, dtype) for i, depth in enumerate(depths)
         ]
         self.resample = None
         if resample == "down":
@@ -220,17 +186,11 @@ class Block(Layer):
 
 
 class Transformer(Layer):
-    """Pixels as tokens: [N, H, W, C] attends to itself and to the context's keys and values; added to its input.
+    """Pixels as tokens: [N, H, W, C] attends to itself and to the context's keys and values; added to its input."""
 
-    stride: 1, or how many rows and columns apart the pixels are that may be seen (Smith et al. 2024, arXiv:2402.13573).
-    """
-
-    def __init__(
-        self, name: str, config: UNetConfig, channels: int, depth: int, num_heads: int, stride: int, dtype: str
-    ):
+    def __init__(self, name: str, config: UNetConfig, channels: int, depth: int, num_heads: int, dtype: str):
         super().__init__(name, dtype)
         c = config
-        self.stride = stride
         self.norm = GroupNorm(f"{name}.norm", channels, c.norm_num_groups, c.transformer_norm_eps, dtype)
         # A 1x1 convolution in SD 1, a linear layer in SD 2: the same product, so the same layer.
         self.proj_in = Dense(f"{name}.proj_in", channels, channels, dtype)
@@ -241,16 +201,9 @@ class Transformer(Layer):
 
     def call(self, x, keys_values):
         _, height, width, channels = x.shape
-
-        def seen(y):
-            if self.stride == 1:
-                return y
-            picture = ops.reshape(y, (-1, height, width, channels))[:, :: self.stride, :: self.stride]
-            return ops.reshape(picture, (-1, picture.shape[1] * picture.shape[2], channels))
-
         y = self.proj_in(ops.reshape(self.norm(x), (-1, height * width, channels)))
         for block in self.transformer_blocks:
-            y = block(y, *keys_values[block.attn2.name], seen=seen)
+            y = block(y, *keys_values[block.attn2.name])
         return x + ops.reshape(self.proj_out(y), (-1, height, width, channels))
 
 
@@ -269,10 +222,9 @@ class TransformerBlock(Layer):
         self.proj = Dense(f"{name}.ff.net.0.proj", channels, 8 * channels, dtype)
         self.out = Dense(f"{name}.ff.net.2", 4 * channels, channels, dtype)
 
-    def call(self, x, key, value, seen=lambda y: y):
-        """seen: tokens [N, T, C] to those that self-attention looks at."""
+    def call(self, x, key, value):
         y = self.norm1(x)
-        x = x + self.attn1(y, *self.attn1.keys_values(seen(y)))
+        x = x + self.attn1(y, *self.attn1.keys_values(y))
         x = x + self.attn2(self.norm2(x), key, value)
         # GEGLU (Shazeer 2020, arXiv:2002.05202).
         value, gate = ops.split(self.proj(self.norm3(x)), 2, axis=-1)

@@ -36,10 +36,10 @@ def matrices(points: tuple[Fraction, ...] = POINTS) -> tuple[np.ndarray, np.ndar
 
 def _from_roots(roots) -> list[Fraction]:
     """Coefficients of the product of (x - root), lowest power first."""
-    found = [Fraction(1)]
+    coefficients = [Fraction(1)]
     for root in roots:
-        found = [low - root * high for low, high in zip([0, *found], [*found, 0], strict=True)]
-    return found
+        coefficients = [low - root * high for low, high in zip([0, *coefficients], [*coefficients, 0], strict=True)]
+    return coefficients
 
 
 def transform(kernel: np.ndarray) -> np.ndarray:

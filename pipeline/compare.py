@@ -13,6 +13,9 @@ class Difference:
     mean_abs: float
     psnr: float | None  # dB; peak is max - min of the reference; None when equal
 
+    def __str__(self):
+        return f"max abs {self.max_abs:.3g}, " + ("equal" if self.psnr is None else f"PSNR {self.psnr:.1f} dB")
+
 
 def compare(reference: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Difference:
     """The largest differences and the lowest PSNR over all arrays of two results.

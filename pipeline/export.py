@@ -185,9 +185,9 @@ def builders(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool
 
     def store(model):
         if spec.weights == "int8":
-            layers.quantise(model)
+            layers.quantise_network(model)
         if spec.target == "cpu":
-            layers.tune_for_cpu(model)
+            layers.tune_network_for_cpu(model)
 
     def build_text_encoder():
         models = [text_encoder.TextEncoder(encoder, dtype) for encoder in config.text_encoders]
@@ -197,7 +197,7 @@ def builders(source: Source, spec: ExportSpec, empty_tokens, image_encoder: bool
         return _variables(*models), endpoints.text_encoder(models, config, spec, empty_tokens)
 
     def build_diffusion_model():
-        model = unet.UNet(config.unet, dtype, spec.attention_downsample)
+        model = unet.UNet(config.unet, dtype)
         _fill(source, "unet", [model])
         store(model)
         schedule = schedules.alphas_cumprod(config.scheduler)
@@ -273,7 +273,7 @@ def _save_part(build: Callable, folder: Path, config: ModelConfig, jit: bool, wa
     functions = {e.name: concrete_function(e) for e in made}
     described = {e.name: Signature(e.inputs, e.outputs) for e in made}
     for endpoint in made:
-        if jit and endpoint.twin:
+        if jit and endpoint.compiled_variant:
             functions[f"{endpoint.name}_xla"] = concrete_function(endpoint, jit=True)
             described[f"{endpoint.name}_xla"] = described[endpoint.name]
     print(f"{folder.parent.name}: saving {', '.join(functions)}", flush=True)
@@ -304,12 +304,12 @@ def concrete_function(endpoint: endpoints.Endpoint, jit: bool = False):
 
     def call(**inputs):
         inputs = {spec.name: tf.ensure_shape(inputs[spec.name], spec.shape) for spec in endpoint.inputs}
-        if endpoint.require is not None:
-            with tf.control_dependencies(_assertions(endpoint.require(**inputs))):
+        if endpoint.preconditions is not None:
+            with tf.control_dependencies(_assertions(endpoint.preconditions(**inputs))):
                 inputs = {name: tf.identity(value) for name, value in inputs.items()}
-        drawn = {spec.name: tf.random.normal(spec.shape, dtype=spec.dtype) for spec in endpoint.drawn}
+        drawn = {spec.name: tf.random.normal(spec.shape, dtype=spec.dtype) for spec in endpoint.noise_inputs}
         outputs = body(**inputs, **drawn)
-        checks = [] if endpoint.ensure is None else _assertions(endpoint.ensure(**outputs))
+        checks = [] if endpoint.postconditions is None else _assertions(endpoint.postconditions(**outputs))
         with tf.control_dependencies(checks):
             for name, image in endpoint.png.items():
                 outputs[name] = tf.map_fn(tf.io.encode_png, outputs[image], fn_output_signature=tf.string)

@@ -216,10 +216,7 @@ def denoise(
     if functions.manifest.config.unet.time_cond_proj_dim is not None:
         # Distilled with guidance: every call is told the scale.
         guided[:] = True
-    # Features are kept within a call only: calls of whole intervals make the same picture as one call for all.
-    interval = functions.manifest.spec.feature_cache
-    most = steps_per_call and -(-steps_per_call // interval) * interval
-    for first, last in stretches(guided, most, preview_every):
+    for first, last in stretches(guided, steps_per_call, preview_every):
         every = {
             "steps": rows,
             "first_step": np.int32(first),

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from models import endpoints, loop, text_encoder
+from models import endpoints, loop, steps, text_encoder
 from models.export_spec import ExportSpec
 from models.families import FAMILIES, kerascv_numerics
 from pipeline.sampling import samplers, schedules
@@ -116,12 +116,12 @@ def test_token_rows_of_published_clients(text, rows, expected):
     result = text["serving_default"].function(ops.convert_to_tensor(tokens))
     assert result["context"][:, 0, 0].numpy().tolist() == expected
     np.testing.assert_array_equal(result["unconditional_context"], np.full((4, 77, 768), 9))
-    assert [bool(fits) for fits, _ in text["serving_default"].require(tokens)] == [True]
+    assert [bool(fits) for fits, _ in text["serving_default"].preconditions(tokens)] == [True]
 
 
 @pytest.mark.parametrize("rows", [0, 3, 5, 8])
 def test_other_numbers_of_token_rows_are_refused(text, rows):
-    [(fits, message)] = text["serving_default"].require(np.zeros((rows, 77), "int32"))
+    [(fits, message)] = text["serving_default"].preconditions(np.zeros((rows, 77), "int32"))
     assert not bool(fits) and message == "tokens must have 1, 2 or 4 rows"
 
 
@@ -150,17 +150,11 @@ def test_weights_that_leave_no_mean_give_no_nan():
 class Tanh:
     """In the place of a UNet."""
 
-    deep_channels = 1
-
     def prepare(self, context):
         return {"words": ops.mean(context, axis=(1, 2))[:, None, None, None]}
 
     def predict(self, latent, timestep, words):
         return ops.tanh(latent + timestep[:, None, None, None] / 1000 + words)
-
-    def predict_again(self, latent, timestep, features, fresh, words):
-        features = ops.where(fresh, features + 1, features)
-        return self.predict(latent, timestep, words) + features, features
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +189,11 @@ def test_the_published_signature_runs_the_same_loop(diffusion, num_steps, scale)
         inputs["latent"], tf.constant(num_steps), tf.constant(scale, tf.float32), **contexts()
     )["latent"]
     np.testing.assert_array_equal(found, expected)
-    assert [spec.name for spec in diffusion["serving_default"].drawn] == ["latent"]
+    assert [spec.name for spec in diffusion["serving_default"].noise_inputs] == ["latent"]
 
 
 def test_what_does_not_change_is_computed_once(diffusion):
-    """`prepare` runs before the loop, on both halves at once, and what it returns is what the UNet is told."""
+    """`prepare` runs before the loop, on both halves at once, and what it returns is what the UNet gets."""
     prepared = []
 
     class Doubled(Tanh):
@@ -213,27 +207,6 @@ def test_what_does_not_change_is_computed_once(diffusion):
     assert prepared == [(8, 77, 768)]
     expected = diffusion["denoise"].function(**inputs | {name: 2 * value for name, value in contexts().items()})
     np.testing.assert_array_equal(found, expected["latent"])
-
-
-@pytest.mark.parametrize(
-    ("interval", "first", "expected"), [(1, 0, 0), (2, 0, 1 + 1 + 2 + 2 + 3), (3, 1, 1 + 1 + 1 + 2)]
-)
-def test_features_are_made_anew_at_every_kth_step(interval, first, expected):
-    """The first step of a call included: Tanh counts how often, and its predictions, here summed up, are the counts."""
-
-    class Counting(Tanh):
-        def predict(self, latent, timestep, words):
-            return ops.zeros_like(latent)
-
-    spec = dataclasses.replace(SPEC, feature_cache=interval)
-    made = by_name(endpoints.diffusion_model(Counting(), SD1, spec, scheduler(), ALPHAS))
-    rows = np.zeros((SPEC.max_steps, 39), "float32")
-    rows[:, [2, 4, 29]] = 1  # denoised = prediction; latent = latent + denoised
-    inputs = denoise_inputs(5, 1.0) | {"steps": rows, "first_step": np.int32(first)}
-    for endpoint in (made["denoise"], made["denoise_unguided"]):
-        given = {spec.name: inputs[spec.name] for spec in endpoint.inputs}
-        found = endpoint.function(**given)["latent"]
-        np.testing.assert_allclose(found - inputs["latent"], np.full(found.shape, expected), atol=1e-6)
 
 
 def test_scales_below_one(diffusion):
@@ -255,7 +228,7 @@ def test_scales_below_one(diffusion):
 def test_step_counts_outside_the_table(diffusion, num_steps):
     """Asserted where the graph can, NaN where it cannot."""
     endpoint = diffusion["serving_default"]
-    [(fits, message)] = endpoint.require(num_steps=tf.constant(num_steps))
+    [(fits, message)] = endpoint.preconditions(num_steps=tf.constant(num_steps))
     assert not bool(fits) and message == "num_steps must be in 1..12, the rows this export was made with"
     result = endpoint.function(normal(4, 2, 3, 4), tf.constant(num_steps), tf.constant(7.5), **contexts())
     assert np.isnan(result["latent"]).all()
@@ -265,7 +238,7 @@ def test_step_counts_outside_the_table(diffusion, num_steps):
     ("first", "last", "fits"), [(0, 12, True), (5, 5, True), (-1, 3, False), (4, 3, False), (0, 13, False)]
 )
 def test_row_ranges_outside_the_table(diffusion, first, last, fits):
-    checks = diffusion["denoise"].require(first_step=tf.constant(first), last_step=tf.constant(last))
+    checks = diffusion["denoise"].preconditions(first_step=tf.constant(first), last_step=tf.constant(last))
     assert all(bool(check) for check, _ in checks) == fits
 
 
@@ -327,9 +300,9 @@ def test_pictures_that_are_not_finite_are_marked(bad):
     made = decoder(lambda latent: ops.convert_to_tensor(image))
     result = made["decode"].function(normal(4, 2, 3, 4))
     assert result["finite"].numpy().tolist() == [True, True, False, True]
-    assert made["decode"].ensure is None
+    assert made["decode"].postconditions is None
     for name in ("serving_default", "decode_png"):
-        [(fits, message)] = made[name].ensure(**result)
+        [(fits, message)] = made[name].postconditions(**result)
         assert not bool(fits) and message == "the decoded images hold NaN or infinite values"
 
 
@@ -355,4 +328,4 @@ def test_names_are_the_wiring(text, diffusion):
     assert set(text["encode"].outputs) <= set(diffusion["denoise"].inputs)
     latent = next(spec for spec in diffusion["denoise"].outputs if spec.name == "latent")
     assert decode.inputs == (latent,) and latent.shape == (4, 2, 3, 4)
-    assert loop.ROW == samplers.steps_table("ddim", SD1.scheduler, 1, 1)[1].shape[1]
+    assert steps.ROW_SIZE == samplers.steps_table("ddim", SD1.scheduler, 1, 1)[1].shape[1]

@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import ops
 
 from models import loop
+from models.steps import MEMORY, ROW_SIZE, STATE
 from pipeline.sampling import noise
 
 N, H, W, C = 2, 3, 2, 4
@@ -29,11 +30,11 @@ def dummy_numpy(latent, timestep, context):
 def random_table(noisy=True, seed=0):
     """Rows in which every coefficient of every memory counts."""
     random = np.random.default_rng(seed)
-    rows = random.uniform(-0.4, 0.4, (S, loop.ROW))
+    rows = random.uniform(-0.4, 0.4, (S, ROW_SIZE))
     rows[:, 0] = np.linspace(999, 1, S)
     rows[:, 1:4] = random.uniform(0.5, 1.5, (S, 3))  # p, q, g
     if not noisy:
-        rows[:, -loop.STATE :] = 0
+        rows[:, -STATE:] = 0
     return rows.astype("float32")
 
 
@@ -41,7 +42,7 @@ def make_inputs(**changes):
     random = np.random.default_rng(1)
     inputs = {
         "latent": random.standard_normal(SHAPE),
-        "memory": random.standard_normal((loop.STATE - 1, *SHAPE)),
+        "memory": random.standard_normal((MEMORY, *SHAPE)),
         "steps": random_table(),
         "guidance": [6.5, 1.0],
         "guidance_rescale": [0.0, 0.7],
@@ -155,7 +156,7 @@ def test_guidance_by_hand(guidance, expected):
     def model(latent, timestep, context):
         return ops.zeros_like(latent) + context[:, :1, :1, None]
 
-    row = np.zeros((1, loop.ROW), "float32")
+    row = np.zeros((1, ROW_SIZE), "float32")
     row[0, [2, 3, 29]] = 1  # q, g, B[0]: the next latent is the guided prediction
     inputs = make_inputs(guidance=[guidance] * 2, guidance_rescale=[0, 0])
     ones = tf.ones((N, 5, 3))
@@ -190,7 +191,7 @@ def test_the_loop_is_not_unrolled():
     """As many nodes for 50 rows as for 4."""
     counts = []
     for rows in (4, 50):
-        table = np.zeros((rows, loop.ROW), "float32")
+        table = np.zeros((rows, ROW_SIZE), "float32")
         function = tf.function(body, autograph=False).get_concrete_function(
             first_step=tf.constant(0), last_step=tf.constant(rows), **make_inputs(steps=table)
         )

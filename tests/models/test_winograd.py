@@ -94,7 +94,7 @@ def test_a_network_tuned_for_cpus():
         variable.assign(value)
     inputs = (normal(2, 10, 6, 4), np.float32([500, 20]), normal(2, 77, 8, seed=1))
     expected = np.array(exact(*inputs))
-    layers.tune_for_cpu(model)
+    layers.tune_network_for_cpu(model)
     after = {v.path: v for v in model.variables}
     assert set(after) == set(before)
     changed = {path for path, v in after.items() if v.shape != before[path].shape}
