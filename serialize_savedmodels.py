@@ -16,7 +16,8 @@ from pipeline import cli
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
-    *("checkpoint", "checkpoints/emoji"),
+    "checkpoint",
+    "checkpoints/emoji",
     "Checkpoint to export: a folder in diffusers' layout, a single file, KerasCV's .h5 files, or org/name[@revision].",
 )
 flags.DEFINE_string("output_dir", None, "Folder of the export. Default: exports/NAME OF THE CHECKPOINT.")
@@ -31,16 +32,16 @@ flags.DEFINE_integer("max_steps", 256, "Most denoising steps that a call can mak
 flags.DEFINE_enum("dtype", "float32", DTYPES, "Type the weights are stored and, the decoder apart, computed in.")
 flags.DEFINE_enum("weights", "dtype", WEIGHTS, "int8: kernels as 8-bit integers, multiplied out at each use.")
 flags.DEFINE_enum(
-    *("target", "any", TARGETS),
+    "target",
+    "any",
+    TARGETS,
     "cpu: what processors compute faster, in larger files; float32 only, and pictures change by rounding.",
 )
-flags.DEFINE_integer("feature_cache", 1, "Compute the UNet's deep layers at every k-th step only; changes pictures.")
-flags.DEFINE_integer(
-    "attention_downsample", 1, "At the finest resolution attend to each f-th row and column only; changes pictures."
+flags.DEFINE_bool(
+    "jit_compile", False, "Store compiled (XLA) variants beside the plain functions, for servers that run them."
 )
-flags.DEFINE_bool("jit_compile", False, "Store XLA twins beside the plain functions, for servers that run them.")
-flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get twins: of text_encoder, unet, decoder.")
-flags.DEFINE_bool("warmup_xla", False, "Warm-up records for the twins too: only for servers started with XLA.")
+flags.DEFINE_list("jit_components", "unet,decoder", "Which parts get them: of text_encoder, unet, decoder.")
+flags.DEFINE_bool("warmup_xla", False, "Warm-up records for those too: only for servers started with XLA.")
 flags.DEFINE_integer("version", None, "Version of the export. Default: the highest existing one + 1.")
 flags.DEFINE_string("variant", None, "Prefer weight files of this variant, e.g. fp16. Default: the plain files.")
 flags.DEFINE_multi_string("lora", [], "LoRA to merge into the weights: FILE.safetensors or FILE.safetensors:WEIGHT.")
@@ -51,7 +52,9 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_bool("ema", False, "Take the averaged copies of the UNet that some single files hold beside it.")
 flags.DEFINE_enum(
-    *("prediction_type", None, ["epsilon", "v_prediction"]),
+    "prediction_type",
+    None,
+    ["epsilon", "v_prediction"],
     "What the UNet predicts, whatever the checkpoint says. Single files of Stable Diffusion 2.x do not say.",
 )
 flags.DEFINE_bool("allow_pickle", False, "Read .bin and .ckpt where there is nothing else; needs PyTorch.")
@@ -66,7 +69,8 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; the checkpoint goes into --checkpoint")
     if FLAGS.warmup_xla and not FLAGS.jit_compile:
-        raise InputError("--warmup_xla warms up the XLA twins of --jit_compile, which was not given")
+        raise InputError("--warmup_xla warms up the compiled variants of --jit_compile, which was not given")
+    cli.print_logs()
     cli.import_tensorflow()
     from pipeline import export, load
     from pipeline.checkpoints import locate
@@ -85,11 +89,18 @@ def main(argv):
         max_steps=FLAGS.max_steps,
         prompt_chunks=FLAGS.prompt_chunks,
         more_sizes=tuple(more),
-        **{name: FLAGS[name].value for name in ("feature_cache", "attention_downsample", "weights", "target")},
+        weights=FLAGS.weights,
+        target=FLAGS.target,
     )
     output_dir = Path(FLAGS.output_dir or default_output_dir(source))
     manifest = export.export(
-        *(source, output_dir, spec, jit_components, FLAGS.version, FLAGS.image_encoder, FLAGS.warmup_xla),
+        source,
+        output_dir,
+        spec,
+        jit_components=jit_components,
+        version=FLAGS.version,
+        image_encoder=FLAGS.image_encoder,
+        warmup_xla=FLAGS.warmup_xla,
         compare_float32=FLAGS.compare_float32,
     )
     print(
@@ -99,11 +110,14 @@ def main(argv):
 
 
 def default_output_dir(source) -> str:
-    """Other weights or tokens make another export: versions of one must be able to stand in for each other."""
+    """Name an export after all that sets it apart: versions of one differ in the checkpoint's own weights only."""
     changes = [*(lora.name for lora in source.loras), *(["embedded"] if source.embeddings else [])]
     changes += [source.vae.name] if source.vae else []
     changes += [f"clip_skip_{source.clip_skip}"] if source.clip_skip else []
     changes += [FLAGS.prediction_type] if FLAGS.prediction_type else []
+    changes += [FLAGS.dtype] if FLAGS.dtype != "float32" else []
+    changes += [FLAGS.weights] if FLAGS.weights != "dtype" else []
+    changes += [FLAGS.target] if FLAGS.target != "any" else []
     return "exports/" + "-".join([source.name, *changes])
 
 

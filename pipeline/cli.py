@@ -1,5 +1,6 @@
 """What every command does the same way: flags that must act before TensorFlow starts, and errors in one line."""
 
+import logging as stdlib_logging
 import os
 import sys
 from collections.abc import Callable
@@ -61,3 +62,19 @@ def set_flags_before_tensorflow(xla_flags: str | None, tf_xla_flags: str | None)
             if "tensorflow" in sys.modules:
                 raise InputError(f"{name} must be set before TensorFlow is imported")
             os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
+
+
+def print_logs() -> None:
+    """Print what the library logs: progress to stdout as it is, warnings to stderr as notices."""
+
+    class Printer(stdlib_logging.Handler):
+        def emit(self, record):
+            if record.levelno >= stdlib_logging.WARNING:
+                print(f"notice: {record.getMessage()}", file=sys.stderr, flush=True)
+            else:
+                print(record.getMessage(), flush=True)
+
+    for room in ("models", "pipeline"):
+        logger = stdlib_logging.getLogger(room)
+        logger.setLevel(stdlib_logging.INFO)
+        logger.handlers, logger.propagate = [Printer()], False

@@ -18,7 +18,7 @@ from models.errors import InputError
 from models.export_spec import ExportSpec, Size, TensorSpec
 from pipeline.compare import Difference
 
-FORMAT = 4
+FORMAT = 5
 PARTS = ("text_encoder", "diffusion_model", "decoder")  # the SavedModels that every export has
 # The functions of a picture and the part each is in, in the order of the chain. Sizes other than the first have
 # signatures of their own, see `ExportSpec.signature`; the text encoder knows no size.
@@ -30,6 +30,7 @@ CHAIN = {
 }
 # Functions beside the chain, in parts that an export may have.
 OPTIONAL = {"encode_image": "image_encoder"}
+TOKENIZERS = ("tokenizer/", "tokenizer_2/")  # how the names of their files begin
 # What users call the parts that can be compiled; the text encoder runs once a picture and stays plain by default.
 JIT_COMPONENTS = {"text_encoder": ("encode",), "unet": ("denoise", "denoise_unguided"), "decoder": ("decode",)}
 DEFAULT_JIT_COMPONENTS = ("unet", "decoder")
@@ -39,7 +40,7 @@ ID_SIGNATURE = "export_id_"
 
 
 def chain_signature(spec: ExportSpec, name: str, size: Size) -> tuple[str, str]:
-    """Part and signature of one function of CHAIN or OPTIONAL at a size."""
+    """Return part and signature of one function of CHAIN or OPTIONAL at a size."""
     part = (CHAIN | OPTIONAL)[name]
     return part, name if part == "text_encoder" else spec.signature(name, size)
 
@@ -128,7 +129,7 @@ class Functions:
 
 
 def pick_size(manifest: Manifest, width: int | None = None, height: int | None = None) -> Size:
-    """The export's size that has this width and height; None leaves it open, and the first that fits is taken.
+    """Choose the export's size of this width and height; None leaves it open, and the first that fits is taken.
 
     Raises:
         InputError: no such size; names those there are.
@@ -143,7 +144,7 @@ def pick_size(manifest: Manifest, width: int | None = None, height: int | None =
 
 
 def read(folder: Path | str, version: int | None = None) -> Manifest:
-    """The manifest of an export, checked against its own hash.
+    """Read the manifest of an export, checked against its own hash.
 
     Args:
         folder: the export, e.g. exports/emoji.
@@ -184,11 +185,11 @@ def read(folder: Path | str, version: int | None = None) -> Manifest:
 
 
 def list_versions(folder: Path) -> list[int]:
-    """Finished versions of an export, ascending."""
+    """List the finished versions of an export, ascending."""
     return sorted(int(p.stem) for p in (folder / "manifests").glob("*.json") if p.stem.isdecimal())
 
 
-def verify(manifest: Manifest, prefix: str = "") -> None:
+def verify(manifest: Manifest, prefix: str | tuple[str, ...] = "") -> None:
     """Check every file of the export, or those whose names start so, against the manifest.
 
     Raises:
@@ -209,7 +210,7 @@ def verify(manifest: Manifest, prefix: str = "") -> None:
 
 
 def sha256(path: Path, progress: Callable[[int], object] = lambda count: None) -> str:
-    """Hex digest of a file; `progress` is told the bytes read."""
+    """Return the hex digest of a file; `progress` is called with the bytes of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -219,7 +220,7 @@ def sha256(path: Path, progress: Callable[[int], object] = lambda count: None) -
 
 
 def dumps(manifest: Manifest) -> str:
-    """The manifest as JSON, with the sha256 of its canonical form (sorted keys, no spaces, no hash)."""
+    """Write the manifest as JSON, with the sha256 of its canonical form (sorted keys, no spaces, no hash)."""
     body = dataclasses.asdict(manifest)
     del body["folder"]
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -228,7 +229,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def function_names(manifest: Manifest) -> tuple[str, ...]:
-    """The functions that an export has: those of CHAIN, and of OPTIONAL those whose part is there."""
+    """List the functions that an export has: those of CHAIN, and of OPTIONAL those whose part is there."""
     return (*CHAIN, *(name for name, part in OPTIONAL.items() if part in manifest.signatures))
 
 
@@ -245,19 +246,19 @@ def check_chain(manifest: Manifest) -> None:
     Where it has an image encoder, that one's outputs are latents too.
     """
     for size in manifest.spec.sizes:
-        found = {}
+        functions = {}
         for name in function_names(manifest):
             part, signature = chain_signature(manifest.spec, name, size)
             if signature not in manifest.signatures.get(part, {}):
                 raise InputError(f"{manifest.folder}: {part} has no signature {signature!r}; export again")
-            found[name] = manifest.signatures[part][signature]
-        latents = tuple(spec for spec in found["denoise"].outputs if spec.name == "latent")
-        encoded = found["encode_image"].outputs if "encode_image" in found else ()
+            functions[name] = manifest.signatures[part][signature]
+        latents = tuple(spec for spec in functions["denoise"].outputs if spec.name == "latent")
+        encoded = functions["encode_image"].outputs if "encode_image" in functions else ()
         if any(dataclasses.replace(spec, name="latent") not in latents for spec in encoded):
             raise InputError(f"{manifest.folder}: encode_image feeds denoise, but its outputs are no latents of it")
         for outputs, inputs, what in (
-            (found["encode"].outputs, found["denoise"].inputs, "encode feeds denoise"),
-            (latents, found["decode"].inputs, "denoise feeds decode"),
+            (functions["encode"].outputs, functions["denoise"].inputs, "encode feeds denoise"),
+            (latents, functions["decode"].inputs, "denoise feeds decode"),
         ):
             unfit = [spec.name for spec in outputs if spec not in inputs]
             if unfit or not outputs:
@@ -265,7 +266,7 @@ def check_chain(manifest: Manifest) -> None:
 
 
 def _build(kind, value, where: str):
-    """A dataclass from parsed JSON, strictly; ValueError names the field."""
+    """Build a dataclass from parsed JSON, strictly; ValueError names the field."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
@@ -289,12 +290,8 @@ def _build(kind, value, where: str):
     raise ValueError(f"{where} holds {str(value)[:40]!r}")
 
 
-def _psnr(difference: Difference) -> str:
-    return "equal" if difference.psnr is None else f"PSNR {difference.psnr:.1f} dB"
-
-
 def describe(manifest: Manifest) -> str:
-    """What the export can do, for people."""
+    """Describe in words what an export can do and how exact it is."""
     spec, defaults = manifest.spec, manifest.config.defaults
     lines = [
         f"{manifest.folder} version {manifest.version}: {manifest.checkpoint} ({manifest.config.family}, "
@@ -308,15 +305,15 @@ def describe(manifest: Manifest) -> str:
         f"  tokens     {', '.join(f'{e.token} ({len(e.ids)} ids)' for e in manifest.embeddings) or 'none added'}",
         f"  steps      1..{spec.max_steps}; defaults: {defaults.sampler}, {defaults.num_steps} steps, "
         f"guidance {defaults.guidance_scale:g}",
-        f"  XLA twins  {', '.join(manifest.xla_signatures) or 'none (compiled on loading where asked)'}",
+        f"  XLA        {', '.join(manifest.xla_signatures) or 'nothing stored (compiled on loading where asked)'}",
         "  reloaded export against the live model:",
     ]
     for name, d in manifest.reload_difference.items():
-        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
+        lines.append(f"    {name:32} {d}")
     if manifest.float32_difference:
         lines.append(f"  {spec.precision} against float32:")
     for name, d in manifest.float32_difference.items():
-        lines.append(f"    {name:32} max abs {d.max_abs:.3g}, {_psnr(d)}")
+        lines.append(f"    {name:32} {d}")
     for part, signatures in manifest.signatures.items():
         lines.append(f"  {part}")
         for name, signature in signatures.items():
@@ -328,19 +325,7 @@ def describe(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def main(argv):
-    from absl import flags
-
-    if len(argv) != 2:
-        raise InputError(f"expected one folder, found {len(argv) - 1}: python -m pipeline.manifest exports/emoji")
-    manifest = read(argv[1], flags.FLAGS.version)
-    print(describe(manifest))
-
-
 if __name__ == "__main__":
-    from absl import flags
+    from pipeline.commands import manifest
 
-    from pipeline import cli
-
-    flags.DEFINE_integer("version", None, "Version of the export; default: the newest.")
-    cli.run(main)
+    manifest.run()

@@ -327,7 +327,7 @@ def test_not_finite_never_passes(bad):
         )
         assert not np.isfinite(found.max_abs) and not np.isfinite(found.mean_abs)
         with pytest.raises(InputError, match="the reloaded export differs from the live model"):
-            export._report("decoder/decode", found, 80.0)
+            export._check_reloaded({"decoder/decode": found}, 80.0)
 
 
 def test_constant_references_and_other_names():
@@ -340,9 +340,9 @@ def test_constant_references_and_other_names():
 
 
 def test_the_reload_bar():
-    export._report("a", Difference(1e-3, 1e-4, 80.0), 80.0)
-    with pytest.raises(InputError, match=r"a: the reloaded export differs .*PSNR 79\.9 dB, at least 80 expected"):
-        export._report("a", Difference(1e-3, 1e-4, 79.9), 80.0)
+    export._check_reloaded({"a": Difference(1e-3, 1e-4, 80.0)}, 80.0)
+    with pytest.raises(InputError, match=r"a: the reloaded export differs .*PSNR 79\.9 dB, at least 80 dB expected"):
+        export._check_reloaded({"a": Difference(1e-3, 1e-4, 79.9)}, 80.0)
 
 
 # === Refused before anything is written ===

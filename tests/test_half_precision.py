@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from models import vae
 from models.errors import InputError
 from models.text_encoder import TextEncoder
-from pipeline import export, generate, load, manifest, precision
+from pipeline import export, generate, load, manifest
 from pipeline.checkpoints import diffusers_folder, hub, keymaps, loader, other_vae, single_file
 from pipeline.checkpoints import source as sources
 from pipeline.images import png
@@ -117,9 +117,9 @@ def test_an_export_that_is_not_finite_is_refused(checkpoint_folder, export_spec,
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_to_try(part, dtype, advice, value):
     fine = {"x": np.ones(2, "float32"), "n": np.ones(2, "int32"), "ok": np.zeros(1, bool)}
-    precision.check_finite(part, {"f": fine}, dtype)
+    export.check_finite(part, {"f": fine}, dtype)
     with pytest.raises(InputError, match=f"^{part}/g: NaN or infinite values in {dtype}: .*{advice}"):
-        precision.check_finite(part, {"f": fine, "g": {"x": np.float32([1, value])}}, dtype)
+        export.check_finite(part, {"f": fine, "g": {"x": np.float32([1, value])}}, dtype)
 
 
 # === Another VAE ===

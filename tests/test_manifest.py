@@ -80,7 +80,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_noticed(copied):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b"null", b"1", b'{"format": 4}', b"\xff", b"[" * 100_000, b'{"a": 1, "a": 2}']
+    "content", [b"", b"[]", b"{}", b"null", b"1", b'{"format": 5}', b"\xff", b"[" * 100_000, b'{"a": 1, "a": 2}']
 )
 def test_other_contents(copied, content):
     (copied / "manifests" / "1.json").write_bytes(content)
@@ -163,7 +163,7 @@ def test_description_says_what_an_export_can_do(contract):
         "18", "14", "2 prompt(s) x 2 image(s)",
         "weights    float32",
         "steps      1..12; defaults: ddim, 4 steps, guidance 3",
-        "none (compiled on loading where asked)",
+        "nothing stored (compiled on loading where asked)",
         "text_encoder/encode",
         "max abs 0, equal",
         "denoise(latent float32[4, 9, 7, 4]",

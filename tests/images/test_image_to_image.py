@@ -20,6 +20,7 @@ from pipeline.checkpoints import source as sources
 from pipeline.images import read as images
 from pipeline.sampling import noise, samplers, settings
 from pipeline.sampling.solvers import ROW, STATE
+from pipeline.savedmodel import publish, signatures
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "goldens" / "tiny_sd1"
@@ -151,23 +152,25 @@ def test_the_encoder_against_diffusers(functions, picture):
 
 def test_versions_of_an_export_with_an_image_encoder(tiny_sd1_export, tmp_path, monkeypatch):
     """The optional part is renamed with the others and cleared with the others."""
-    signatures = manifest.read(tiny_sd1_export).signatures
+    described = manifest.read(tiny_sd1_export).signatures
 
     def save_part(build, folder, config, jit, warmup_xla, export_id):
         folder.mkdir(parents=True)
         (folder / "saved_model.pb").write_bytes(b"")
-        return signatures[folder.parent.name], []
+        return described[folder.parent.name], {}, {}
 
     monkeypatch.setattr(export, "_save_part", save_part)
-    monkeypatch.setattr(export, "_reload", lambda folder, live: ())
+    monkeypatch.setattr(signatures, "run_reloaded", lambda folder, calls: {})
     source, spec = sources.diffusers_source(TINY), manifest.read(tiny_sd1_export).spec
     for _ in range(2):
         export.export(source, tmp_path / "out", spec, image_encoder=True)
-    orphan = tmp_path / "out" / "image_encoder" / "3"
-    orphan.mkdir()
-    with pytest.raises(InputError, match="version 2 has other signatures or sizes"):
+    # Announced, and killed before its manifest came.
+    (tmp_path / "out" / "image_encoder" / "3").mkdir()
+    (tmp_path / "out" / "manifests" / f"3{publish.PENDING}").touch()
+    assert export.export(source, tmp_path / "out", spec, image_encoder=True).version == 3
+    with pytest.raises(InputError, match="version 3 has another --image_encoder"):
         export.export(source, tmp_path / "out", spec)
-    assert {p.name for p in orphan.parent.iterdir()} == {"1", "2"}
+    assert {p.name for p in (tmp_path / "out" / "image_encoder").iterdir()} == {"1", "2", "3"}
     with pytest.raises(InputError, match="tiny_sd1 has no image encoder; leave --image_encoder out"):
         export.export(dataclasses.replace(source, encodes_images=False), tmp_path / "b", spec, image_encoder=True)
     assert not (tmp_path / "b").exists()

@@ -16,6 +16,7 @@ from pipeline.checkpoints import diffusers_config, diffusers_folder
 from pipeline.checkpoints import source as sources
 from pipeline.prompts import tokenizer
 from pipeline.sampling import settings, solvers
+from pipeline.savedmodel.signatures import concrete_function
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 # Cases that differ from another in their scheduler alone use its export.
@@ -47,7 +48,7 @@ def signatures(xl_export):
             source = sources.diffusers_source(FAMILIES / case)
             build = export.builders(source, SPEC, export._empty_tokens(source), False)[part]
             parts[case, part] = build()
-        return export.concrete_function(next(e for e in parts[case, part][1] if e.name == name))
+        return concrete_function(next(e for e in parts[case, part][1] if e.name == name))
 
     return get
 

@@ -1,10 +1,13 @@
 """How an export becomes visible: versions, locks, and what is left when it is killed or the disk is full."""
 
+import dataclasses
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +21,7 @@ from models.errors import InputError
 from pipeline import export, manifest
 from pipeline.checkpoints import source as sources
 from pipeline.sampling import samplers
-from pipeline.savedmodel import publish
+from pipeline.savedmodel import publish, signatures
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,12 +48,12 @@ def no_tensorflow(monkeypatch):
         folder.mkdir(parents=True)
         (folder / "saved_model.pb").write_bytes(os.urandom(16))
         described = {e.name: manifest.Signature(e.inputs, e.outputs) for e in build()}
-        return described | ({f"{name}_xla": s for name, s in described.items()} if jit else {}), []
+        return described | ({f"{name}_xla": s for name, s in described.items()} if jit else {}), {}, {}
 
     monkeypatch.setattr(export, "builders", parts)
     monkeypatch.setattr(export, "_save_part", save_part)
-    monkeypatch.setattr(export, "_reload", lambda folder, live: ())
-    monkeypatch.setattr(export, "_run_part", lambda part, build, config: {})
+    monkeypatch.setattr(signatures, "run_reloaded", lambda folder, calls: {})
+    monkeypatch.setattr(export, "_run_part", lambda build, config: {})
 
 
 def visible(folder: Path) -> set[str]:
@@ -65,7 +68,7 @@ def test_versions_beside_each_other(no_tensorflow, source, export_spec, tmp_path
     """The next free number by default; an existing one is refused; readers take the newest and keep the older."""
     folder = tmp_path / "out"
     first = export.export(source, folder, export_spec())
-    second = export.export(source, folder, export_spec(dtype="bfloat16"))
+    second = export.export(source, folder, export_spec())
     fifth = export.export(source, folder, export_spec(), version=5)
     assert [m.version for m in (first, second, fifth)] == [1, 2, 5]
     assert manifest.list_versions(folder) == [1, 2, 5]
@@ -89,18 +92,53 @@ def test_versions_beside_each_other(no_tensorflow, source, export_spec, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "jit_components"),
-    [({"width": 16}, ()), ({"prompts": 1}, ()), ({"max_steps": 13}, ()), ({}, ("decoder",))],
+    ("changes", "options", "flag"),
+    [
+        ({"width": 16}, {}, "--width"),
+        ({"prompts": 1}, {}, "--prompts"),
+        ({"max_steps": 13}, {}, "--max_steps"),
+        ({"dtype": "bfloat16"}, {}, "--dtype (float32, not bfloat16)"),
+        ({"weights": "int8"}, {}, "--weights (dtype, not int8)"),
+        ({"target": "cpu"}, {}, "--target (any, not cpu)"),
+        ({}, {"jit_components": ("decoder",)}, "--jit_compile, --jit_components (none, not decoder)"),
+        ({}, {"image_encoder": True}, "--image_encoder"),
+    ],
 )
-def test_versions_must_fit_each_other(no_tensorflow, source, export_spec, tmp_path, changes, jit_components):
-    """A server may run parts of two versions for a moment."""
+def test_versions_differ_in_weights_only(
+    no_tensorflow, source, export_spec, tmp_path, monkeypatch, changes, options, flag
+):
+    """A server may run parts of two versions for a moment, and nobody asked for another picture; said before work."""
     folder = tmp_path / "out"
     export.export(source, folder, export_spec())
-    with pytest.raises(InputError, match="version 1 has other signatures or sizes; .* name another --output_dir"):
-        export.export(source, folder, export_spec(**changes), jit_components)
+    monkeypatch.setattr(export, "builders", lambda *arguments: pytest.fail("weights were loaded first"))
+    message = re.escape(f"version 1 has another {flag}") + ".* so name another --output_dir"
+    with pytest.raises(InputError, match=message):
+        export.export(source, folder, export_spec(**changes), **options)
     assert manifest.list_versions(folder) == [1] and visible(tmp_path) == {"out"}
     for part in manifest.PARTS:
         assert {p.name for p in (folder / part).iterdir()} == {"1"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_2"])
+def test_versions_share_every_tokenizer(no_tensorflow, source, export_spec, tmp_path, name):
+    """Only parts and manifests are added to a folder, so other tokens would fail the new version's own checksums."""
+    folder = tmp_path / "out"
+    words = source.tokenizer
+    source = dataclasses.replace(
+        source,
+        tokenizer_2=words,
+        config=dataclasses.replace(source.config, text_encoder_2=source.config.text_encoder),
+    )
+    export.export(source, folder, export_spec())
+    other = tmp_path / "other"
+    shutil.copytree(words, other)
+    (other / "tokenizer_config.json").write_text("{}")
+    changed = dataclasses.replace(source, **{name: other})
+    with pytest.raises(InputError, match=f"another tokenizer \\({name}/tokenizer_config.json\\)"):
+        export.export(changed, folder, export_spec())
+    assert manifest.list_versions(folder) == [1]
+    manifest.verify(manifest.read(folder))
+    assert export.export(source, folder, export_spec()).version == 2
 
 
 def test_a_folder_that_is_no_export_is_left_alone(no_tensorflow, source, export_spec, tmp_path):
@@ -122,19 +160,59 @@ def test_an_export_of_another_format_is_said_at_once(source, export_spec, tmp_pa
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["manifests"]
 
 
+@pytest.mark.parametrize("extra", [(), ("image_encoder",), ("manifests",)])
+def test_savedmodels_of_others_are_never_deleted(no_tensorflow, source, export_spec, tmp_path, extra):
+    """A base path of TensorFlow Serving with the same three names, or an export whose manifests were lost."""
+    folder = tmp_path / "served"
+    for part in (*manifest.PARTS, *extra):
+        (folder / part / "1").mkdir(parents=True)
+        (folder / part / "1" / "saved_model.pb").write_text("precious")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(InputError, match="served: exists and is not an export; name another --output_dir"):
+        export.export(source, folder, export_spec())
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_what_killed_exports_leave_is_cleared_and_nothing_else(no_tensorflow, source, export_spec, tmp_path):
+    """Only what an export announced: a version that somebody else put beside ours stays, and its number is taken."""
     folder = tmp_path / "out"
     export.export(source, folder, export_spec())
-    # Renamed before the kill: a server would load it, our readers do not, the next export removes it.
+    # Killed between the renames: a server would load it, our readers do not, the next export removes it.
+    shutil.copytree(folder / "decoder" / "1", folder / "decoder" / "2")
+    shutil.copy(folder / "manifests" / "1.json", folder / "manifests" / f"2{publish.PENDING}")
     shutil.copytree(folder / "decoder" / "1", folder / "decoder" / "7")
     (folder / "decoder" / "notes").mkdir()
     (folder / "serving").mkdir()
     (tmp_path / ".tmp-out-123").mkdir()
     (tmp_path / ".tmp-out-2-123").mkdir()  # of the export out-2, which may be running
     assert manifest.read(folder).version == 1
-    assert export.export(source, folder, export_spec()).version == 2
-    assert {p.name for p in (folder / "decoder").iterdir()} == {"1", "2", "notes"}
+    assert export.export(source, folder, export_spec()).version == 8
+    assert {p.name for p in (folder / "decoder").iterdir()} == {"1", "7", "8", "notes"}
+    assert {p.name for p in (folder / "manifests").iterdir()} == {"1.json", "8.json"}
     assert visible(tmp_path) == {"out", ".tmp-out-2-123"} and (folder / "serving").is_dir()
+    with pytest.raises(InputError, match="--version 7: .* already has it"):
+        export.export(source, folder, export_spec(), version=7)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL])
+def test_file_systems_without_locks_or_fsync_of_folders(
+    no_tensorflow, source, export_spec, tmp_path, monkeypatch, caplog, number
+):
+    """exFAT, FUSE, network and cloud drives: the export is made all the same."""
+    fsync = os.fsync
+
+    def only_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    def no_locks(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(publish.os, "fsync", only_files)
+    monkeypatch.setattr(publish.fcntl, "flock", no_locks)
+    assert [export.export(source, tmp_path / "out", export_spec()).version for _ in range(2)] == [1, 2]
+    assert "has no locks; run one export into it at a time" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a[b]", "a*", "a?", "a\\b"])
@@ -144,7 +222,7 @@ def test_names_that_tensorflow_takes_for_patterns(source, export_spec, tmp_path,
     assert visible(tmp_path) == set()
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_a_failure_between_the_renames_of_a_second_version(
     no_tensorflow, source, export_spec, tmp_path, monkeypatch, number
 ):
@@ -173,13 +251,19 @@ def test_a_failure_between_the_renames_of_a_second_version(
 
 
 def test_the_manifest_comes_last(no_tensorflow, source, export_spec, tmp_path, monkeypatch):
-    """decoder, diffusion_model, text_encoder, manifest: a reader never sees a version that lacks a part."""
+    """Announced aside, decoder, diffusion_model, text_encoder, manifest: readers never see a version without a part."""
     folder = tmp_path / "out"
     export.export(source, folder, export_spec())
     rename, order = os.rename, []
     monkeypatch.setattr(publish.os, "rename", lambda a, b: (order.append(Path(b).relative_to(folder)), rename(a, b)))
     export.export(source, folder, export_spec())
-    assert list(map(str, order)) == ["decoder/2", "diffusion_model/2", "text_encoder/2", "manifests/2.json"]
+    assert list(map(str, order)) == [
+        "manifests/2.json.pending",
+        "decoder/2",
+        "diffusion_model/2",
+        "text_encoder/2",
+        "manifests/2.json",
+    ]
 
 
 # === Failures ===
@@ -193,8 +277,8 @@ def test_a_difference_after_reloading_fails_the_export(source, export_spec, tmp_
         return loaded
 
     real = tf.saved_model.load
-    monkeypatch.setattr(export.tf.saved_model, "load", damaged)
-    with pytest.raises(InputError, match="text_encoder/encode: the reloaded export differs from the live model: PSNR"):
+    monkeypatch.setattr(tf.saved_model, "load", damaged)
+    with pytest.raises(InputError, match="text_encoder/encode: the reloaded export differs from the live model: "):
         export.export(source, tmp_path / "out", export_spec())
     assert visible(tmp_path) == set()
 
@@ -213,8 +297,9 @@ def test_a_killed_export_leaves_nothing_that_loads(no_tensorflow, source, checkp
     program = f"""
 import dataclasses, time
 from pathlib import Path
-from models.config import ExportSpec
-from pipeline import export, sources
+from models.export_spec import ExportSpec
+from pipeline import export
+from pipeline.checkpoints import source as sources
 source = sources.diffusers_source(Path({str(checkpoint_folder)!r}))
 def slow(component, layers):
     if component == "unet":
@@ -273,6 +358,8 @@ def test_a_disk_that_fills_up_leaves_nothing(source, export_spec, small_disk, mo
     [
         OSError(errno.ENOSPC, "No space left on device"),
         OSError("no reason given"),
+        OSError(),
+        tf.errors.UnknownError(None, None, ""),
         tf.errors.ResourceExhaustedError(None, None, "variables.data; No space left on device\n\t [[node]]"),
         tf.errors.UnknownError(None, None, "close() failed"),
     ],
@@ -285,7 +372,7 @@ def test_failures_to_write_are_one_line(no_tensorflow, source, export_spec, tmp_
     monkeypatch.setattr(export, "_save_part", fail)
     with pytest.raises(InputError, match="out: cannot write the export: ") as error:
         export.export(source, tmp_path / "out", export_spec())
-    assert "None" not in one_line(error)
+    assert "None" not in one_line(error) and not one_line(error).endswith(": ")
     assert visible(tmp_path) == set()
 
 
@@ -299,10 +386,10 @@ def test_output_that_cannot_be_written(no_tensorflow, source, export_spec, tmp_p
 
 
 def test_an_interrupted_export_leaves_nothing(no_tensorflow, source, export_spec, tmp_path, monkeypatch):
-    def interrupt(folder, live):
+    def interrupt(folder, calls):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export, "_reload", interrupt)
+    monkeypatch.setattr(signatures, "run_reloaded", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export.export(source, tmp_path / "out", export_spec())
     assert visible(tmp_path) == set()

@@ -7,7 +7,7 @@ import tensorflow as tf
 from models import endpoints, vae
 from models.errors import InputError
 from pipeline import export, manifest
-from pipeline.savedmodel import warmup_records
+from pipeline.savedmodel import signatures, warmup_records
 
 PARTS = ("text_encoder", "diffusion_model", "decoder")
 
@@ -51,7 +51,7 @@ def test_records_are_inside_the_checksums(tiny_export):
     assert {f"{part}/1/assets.extra/tf_serving_warmup_requests" for part in PARTS} <= contract.files.keys()
 
 
-def test_twins_have_records_only_where_asked(single_export, export_spec, tmp_path):
+def test_compiled_variants_have_records_only_where_asked(single_export, export_spec, tmp_path):
     """A server without XLA would not load the export otherwise."""
     contract = manifest.read(single_export)
     assert contract.xla_signatures
@@ -62,17 +62,17 @@ def test_twins_have_records_only_where_asked(single_export, export_spec, tmp_pat
 
     def build():
         model = vae.VAEDecoder(contract.config.vae, "float32")
-        return export._variables(model), endpoints.decoder(model, contract.config, spec, export._share)
+        return export._variables(model), endpoints.decoder(model, contract.config, spec, signatures.share)
 
     folder = tmp_path / "decoder" / "1"
     export._save_part(build, folder, contract.config, True, True, "0123")
-    found = dict(warmup_records.read(folder))
-    np.testing.assert_array_equal(found["decode_xla"]["latent"], found["decode"]["latent"])
+    records = dict(warmup_records.read(folder))
+    np.testing.assert_array_equal(records["decode_xla"]["latent"], records["decode"]["latent"])
 
 
-def test_twins_to_warm_up_must_be_asked_for(run_command):
+def test_compiled_variants_to_warm_up_must_be_asked_for(run_command):
     run = run_command("serialize_savedmodels.py", "--warmup_xla")
-    assert run.returncode == 1 and "--warmup_xla warms up the XLA twins of --jit_compile" in run.stderr
+    assert run.returncode == 1 and "--warmup_xla warms up the compiled variants of --jit_compile" in run.stderr
 
 
 def test_what_is_written_is_read(tmp_path):
