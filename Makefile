@@ -8,7 +8,9 @@
 # make peers   only the environments of diffusers and OpenVINO
 # Each builds its own virtual environment first.
 
-PYTHON ?= python3.11
+# The newest that is there and runs.
+PYTHON ?= $(shell for v in 3.13 3.12 3.11; do \
+	python$$v -c "import ensurepip" > /dev/null 2>&1 && echo python$$v && break; done)
 FAMILY ?= sd1
 CHECKPOINT ?= checkpoints/emoji
 SIZES ?=
@@ -70,6 +72,7 @@ parity: .venv/test.stamp .venv-peers/run.stamp
 	.venv/bin/python tests/parity.py --peers .venv-peers/bin/python --family $(FAMILY)
 
 .venv/bin/python:
+	$(if $(PYTHON),,$(error no Python 3.11, 3.12 or 3.13 was found: make PYTHON=/path/to/python))
 	$(PYTHON) -m venv .venv
 
 .venv/run.stamp: requirements.txt | .venv/bin/python
