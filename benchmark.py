@@ -194,9 +194,7 @@ def of_export(contract: manifest.Manifest) -> list[dict]:
 
 def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dict:
     """What one export will be asked for in one of its sizes; `suffix` goes behind its name."""
-    # Settings need the contract only; the functions are the worker's.
-    functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
-    chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
+    chosen = generate.settings(contract, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
     spec = contract.spec
     names = [Path(name).resolve().name for name in FLAGS.models]
     folder, name = str(contract.folder), contract.folder.resolve().name
@@ -210,7 +208,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "approximate": differences.approximations(spec),
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
-        "unet_calls": len(generate.table(functions, chosen)[0].rows),
+        "unet_calls": len(generate.table(contract, chosen)[0].rows),
         "images": spec.num_images,
         **dataclasses.asdict(size),
         "dtype": spec.dtype,

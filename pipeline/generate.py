@@ -71,7 +71,7 @@ def generate(
     total = len(prompts) * num_images
     negatives = per_prompt(negative_prompt, len(prompts))
     scales = per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
-    chosen = settings(functions, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
+    chosen = settings(functions.manifest, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
     picture = read.encode(functions, init_image, init_crop)
     seeds = noise.image_seeds(seed, total)
     tokenizers = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
@@ -200,7 +200,7 @@ def denoise(
         picture: mean and standard deviation of the latent f32[h,w,4] to start from, where `chosen` has a strength.
         preview: told the row and the denoised latent f32[N,h,w,4] there, after every `preview_every` rows.
     """
-    steps, rows = table(functions, chosen)
+    steps, rows = table(functions.manifest, chosen)
     part, signature = chain_signature(functions.manifest.spec, "denoise", functions.size)
     inputs = functions.manifest.signatures[part][signature].inputs
     count, *shape = next(spec.shape for spec in inputs if spec.name == "latent")

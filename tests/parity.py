@@ -209,7 +209,7 @@ def chains(exported: Path, reference: dict[str, np.ndarray], arguments: argparse
     contexts = generate.encode(functions, encoders, [PROMPT], [NEGATIVE_PROMPT])
     rows = []
     for sampler in SAMPLERS:
-        chosen = settings.settings(functions, sampler, arguments.num_steps, GUIDANCE_SCALE)
+        chosen = settings.settings(functions.manifest, sampler, arguments.num_steps, GUIDANCE_SCALE)
         latent = generate.denoise(functions, contexts, [SEED], chosen, progress=tick, steps_per_call=1)
         image = generate.decode(functions, latent)
         name = f"{arguments.num_steps} {sampler} steps"

@@ -113,15 +113,15 @@ def test_rows_without_guidance_cost_half(functions, how, expected):
 
 
 def test_the_interval_is_the_tables_g_column(functions):
-    chosen = settings.settings(functions, guidance_start=0.25, guidance_end=0.75)
-    steps, rows = settings.table(functions, chosen)
+    chosen = settings.settings(functions.manifest, guidance_start=0.25, guidance_end=0.75)
+    steps, rows = settings.table(functions.manifest, chosen)
     assert steps.rows[:, solvers.ROW["g"]].ravel().tolist() == [0, 1, 1, 0]
     np.testing.assert_array_equal(rows[:4], steps.rows)
 
 
 def test_unguided_rows_equal_guidance_one(functions):
     """The loop of half the work computes what the guided one computes at scale 1."""
-    chosen = settings.settings(functions, guidance_scale=1.0)
+    chosen = settings.settings(functions.manifest, guidance_scale=1.0)
     contexts = generate.encode(functions, words(functions), ["a red apple"], [None])
     half = np.asarray(generate.denoise(functions, contexts, [1, 2], chosen))
 

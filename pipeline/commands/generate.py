@@ -42,7 +42,7 @@ def main(argv):
     chosen = _settings(functions, scales[0])
     negatives = generate.per_prompt(FLAGS.negative_prompt or None, len(prompts))
     calls = len(generate.batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt))
-    rows = len(table(functions, chosen)[0].rows)
+    rows = len(table(contract, chosen)[0].rows)
     seeds, saved = noise.image_seeds(FLAGS.seed, total), []
 
     def finished(made: generate.Pictures) -> None:
@@ -93,7 +93,7 @@ def _functions(contract: Manifest, size) -> Functions:
 def _settings(functions: Functions, guidance_scale: float) -> Settings:
     """What the flags say, with notices of what the checkpoint leaves open."""
     chosen = settings(
-        *(functions, FLAGS.sampler, FLAGS.num_steps, guidance_scale, FLAGS.guidance_rescale),
+        *(functions.manifest, FLAGS.sampler, FLAGS.num_steps, guidance_scale, FLAGS.guidance_rescale),
         *(FLAGS.guidance_start, FLAGS.guidance_end, _options(), FLAGS.strength, FLAGS.init_image is not None),
     )
     for notice in samplers.notices(chosen.sampler, functions.manifest.config.scheduler, chosen.options):

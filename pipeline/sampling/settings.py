@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from models.errors import InputError
-from pipeline.manifest import Functions
+from pipeline.manifest import Manifest
 from pipeline.sampling import samplers, schedules, solvers
 from pipeline.sampling.schedules import Options
 
@@ -33,7 +33,7 @@ STRENGTH = 0.8  # diffusers' default
 
 
 def settings(
-    functions: Functions,
+    manifest: Manifest,
     sampler: str | None = None,
     num_steps: int | None = None,
     guidance_scale: float | None = None,
@@ -50,7 +50,7 @@ def settings(
         InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, a
             guidance that is no finite number, or a strength that leaves no step or comes without a picture.
     """
-    defaults = functions.manifest.config.defaults
+    defaults = manifest.config.defaults
     if num_steps is None:
         num_steps = defaults.num_steps if options.num_steps is None else options.num_steps
     chosen = Settings(
@@ -74,7 +74,7 @@ def settings(
             f"{chosen.guidance_end:g}"
         )
     _check_strength(chosen, image_to_image)
-    table(functions, chosen)
+    table(manifest, chosen)
     return chosen
 
 
@@ -92,7 +92,7 @@ def _check_strength(chosen: Settings, image_to_image: bool) -> None:
         )
 
 
-def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
+def table(manifest: Manifest, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
     """The steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
 
     The interval is Kynkäänniemi et al. 2024, arXiv:2404.07724, in fractions of the run.
@@ -100,7 +100,7 @@ def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.nd
     Raises:
         InputError: there is no such run.
     """
-    spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
+    spec, scheduler = manifest.spec, manifest.config.scheduler
     steps, rows = samplers.steps_table(
         *(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options, chosen.first_step)
     )

@@ -65,7 +65,7 @@ def test_a_preview_is_the_denoised_latent(functions):
     )
     assert seen[0].shape == first[0].shape and not np.array_equal(seen[0], first[0])
     # With one step the picture is what the loop sees as the picture then.
-    chosen = generate.settings(functions, num_steps=2)
+    chosen = generate.settings(functions.manifest, num_steps=2)
     contexts = generate.encode(
         functions,
         generate.tokenizer.of_export(functions.manifest.folder, functions.manifest.config),

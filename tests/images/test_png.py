@@ -81,7 +81,7 @@ def parsed(text):
 
 
 def test_parameters(functions):
-    chosen = generate.settings(functions, "euler", 5, 7.5)
+    chosen = generate.settings(functions.manifest, "euler", 5, 7.5)
     text = png.parameters(functions, "a cat, red", "dog", 2**40, chosen, 7.5)
     prompt, negative, fields = parsed(text)
     assert (prompt, negative) == ("a cat, red", "dog")

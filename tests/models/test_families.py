@@ -121,8 +121,8 @@ def test_components(exported, signatures, case):
 def test_chain_step_by_step(exported, case, chain):
     functions, expected = exported(case), golden(case)
     how = json.loads(str(expected["chains"]))[chain]
-    chosen = settings.settings(functions, how["sampler"], how["num_steps"], how["guidance_scale"])
-    steps, rows = settings.table(functions, chosen)
+    chosen = settings.settings(functions.manifest, how["sampler"], how["num_steps"], how["guidance_scale"])
+    steps, rows = settings.table(functions.manifest, chosen)
     np.testing.assert_array_equal(rows[: len(steps.rows), 0], expected[f"{chain}/timesteps"].astype("float32"))
     negatives = how.get("negative_prompts", expected["negative_prompts"].tolist()) or [None]
     contexts = contexts_of(functions, expected, negatives)

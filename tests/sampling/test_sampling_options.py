@@ -37,7 +37,7 @@ functions = load.local(sys.argv[1], jit_compile=True, jit_components=("unet",), 
 inputs = functions.manifest.signatures["diffusion_model"]["denoise"].inputs
 contexts = {s.name: np.ones(s.shape, "float32") for s in inputs if "context" in s.name}
 for name, options in RUNS:
-    chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+    chosen = generate.settings(functions.manifest, name, 3, 3.0, options=Options(**options))
     for rows in (None, 2):
         latent = generate.denoise(functions, contexts, [1, 2, 3, 4], chosen, steps_per_call=rows)
     print(len(list(Path(sys.argv[2]).glob("*before_optimizations.txt"))))
@@ -104,7 +104,7 @@ def test_latents_do_not_depend_on_the_calls_they_were_made_in(functions):
     contexts = {s.name: np.ones(s.shape, "float32") for s in inputs if "context" in s.name}
     found = {}
     for name, options in RUNS:
-        chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+        chosen = generate.settings(functions.manifest, name, 3, 3.0, options=Options(**options))
         whole, cut = (
             np.asarray(generate.denoise(functions, contexts, [1, 2, 3, 4], chosen, steps_per_call=rows))
             for rows in (None, 2)
@@ -131,15 +131,15 @@ def test_progress_counts_calls_of_the_unet(functions):
 
 
 def test_settings_take_the_number_of_steps_from_a_list(functions):
-    assert generate.settings(functions, "euler", options=Options(timesteps=(9, 5, 1))).num_steps == 3
-    assert generate.settings(functions, "euler", options=Options(sigmas=(9, 5, 1))).num_steps == 2
-    assert generate.settings(functions, "euler").num_steps == functions.manifest.config.defaults.num_steps
+    assert generate.settings(functions.manifest, "euler", options=Options(timesteps=(9, 5, 1))).num_steps == 3
+    assert generate.settings(functions.manifest, "euler", options=Options(sigmas=(9, 5, 1))).num_steps == 2
+    assert generate.settings(functions.manifest, "euler").num_steps == functions.manifest.config.defaults.num_steps
     with pytest.raises(InputError, match="num_steps is 4, but the list makes 3 steps"):
-        generate.settings(functions, "euler", 4, options=Options(timesteps=(9, 5, 1)))
+        generate.settings(functions.manifest, "euler", 4, options=Options(timesteps=(9, 5, 1)))
     with pytest.raises(InputError, match="heun calls the UNet 13 times in 7 steps, 12 is the limit of the export"):
-        generate.settings(functions, "heun", 7)
+        generate.settings(functions.manifest, "heun", 7)
     with pytest.raises(InputError, match="unknown sampler 'plms'; available: ddim, pndm, "):
-        generate.settings(functions, "plms")
+        generate.settings(functions.manifest, "plms")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_settings_take_the_number_of_steps_from_a_list(functions):
     ],
 )
 def test_how_a_picture_was_made(functions, name, options, fields):
-    chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+    chosen = generate.settings(functions.manifest, name, 3, 3.0, options=Options(**options))
     assert fields in png.parameters(functions, "a red apple", None, 1, chosen, 3.0)
 
 
