@@ -270,17 +270,15 @@ def load_export(row: dict):
 
 def picture(functions: manifest.Functions, row: dict):
     """What `pipeline.generate` does for one full call of an export, as a function of `lap`; always the same call."""
-    chosen = generate.Settings(**row["settings"])
-    encoders = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     prompts = [row["prompt"]] * functions.manifest.spec.prompts
-    seeds = noise.image_seeds(row["seed"], functions.manifest.spec.num_images)
+    run = generate.plan(functions.manifest, prompts, seed=row["seed"], size=functions.size, **row["settings"])
 
     def draw(lap):
-        contexts = generate.encode(functions, encoders, prompts, [None] * len(prompts))
+        contexts = generate.encode(functions, run, run.calls[0])
         for context in contexts.values():
             np.asarray(context)  # waits until it is there
         lap("text_encoder")
-        latent = generate.denoise(functions, contexts, seeds, chosen)
+        latent = generate.denoise(functions, run, run.calls[0], contexts)
         np.asarray(latent)
         lap("diffusion")
         decoded = {name: np.asarray(value) for name, value in functions.decode(latent=latent).items()}

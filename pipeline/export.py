@@ -23,7 +23,6 @@ from models import endpoints, layers, text_encoder, unet, vae
 from models.config import ModelConfig
 from models.errors import InputError
 from models.export_spec import ExportSpec
-from models.families import default_sampler
 from pipeline import manifest, precision
 from pipeline.checkpoints.source import Source
 from pipeline.compare import Difference, compare
@@ -36,7 +35,7 @@ from pipeline.savedmodel import publish, warmup_records
 COMPONENTS = {"text_encoder": "text_encoder", "unet": "diffusion_model", "decoder": "decoder"}
 TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.json"),
-    *("tokenizer_config.json", "special_tokens_map.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 # PSNR in dB of the reloaded export against the live model, below which nothing is published.
 RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0, "float16": 50.0}
@@ -104,7 +103,7 @@ def export(
 def _sampler_notices(config: ModelConfig) -> list[str]:
     """About the default sampler, and about DDIM, which serving_default runs. Raises InputError for an unknown one."""
     scheduler, chosen = config.scheduler, config.defaults.sampler
-    name, notice = default_sampler(scheduler)
+    name, notice = samplers.default_sampler(scheduler)
     own = [notice] if notice and name == chosen else []
     return own + [line for name in dict.fromkeys([chosen, "ddim"]) for line in samplers.notices(name, scheduler)]
 

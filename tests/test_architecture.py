@@ -45,7 +45,7 @@ WITHOUT_TENSORFLOW = {
     *(
         "pipeline.benchmark.timing",
         "pipeline.benchmark.report",
-        "pipeline.images.read",
+        "pipeline.images.picture",
         "pipeline.compare",
         "pipeline.benchmark.differences",
     ),

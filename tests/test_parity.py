@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from models import unet, vae
+from models.steps import MEMORY
 from pipeline import load, manifest
 from pipeline.checkpoints import diffusers_folder, keymaps, loader
 from pipeline.prompts import tokenizer
-from pipeline.sampling import settings, solvers
+from pipeline.sampling import settings
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINT = GOLDENS / "tiny_sd1"
@@ -84,7 +85,7 @@ def test_chain_step_by_step(golden, tiny_sd1_export, sampler):
     steps, rows = settings.table(functions.manifest, chosen)
     np.testing.assert_array_equal(rows[: len(steps.rows), 0], golden[f"{sampler}/timesteps"].astype("float32"))
     latent = np.float32(steps.noise) * golden["noise"]
-    memory = np.zeros((solvers.STATE - 1, *latent.shape), "float32")
+    memory = np.zeros((MEMORY, *latent.shape), "float32")
     for i, expected in enumerate(golden[f"{sampler}/latents"]):
         state = functions.denoise(
             latent=latent,

@@ -15,11 +15,11 @@ from models import endpoints
 from models.errors import InputError
 from models.export_spec import ExportSpec, Size
 from models.families import FAMILIES
+from models.steps import ROW, STATE
 from pipeline import export, generate, load, manifest
 from pipeline.checkpoints import source as sources
-from pipeline.images import read as images
+from pipeline.images import picture as images
 from pipeline.sampling import noise, samplers, settings
-from pipeline.sampling.solvers import ROW, STATE
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "goldens" / "tiny_sd1"
@@ -144,7 +144,8 @@ def test_the_picture_as_diffusers_prepares_it(picture):
 
 
 def test_the_encoder_against_diffusers(functions, picture):
-    mean, std = images.encode(functions, picture)
+    run = generate.plan(functions.manifest, PROMPTS, init_image=picture, num_steps=4)
+    mean, std = generate.encode_image(functions, run)
     for found, expected in ((mean, GOLDENS["mean"]), (std, GOLDENS["std"])):
         assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -280,12 +281,9 @@ def test_strengths_that_make_no_sense(functions, strength, match):
         draw(functions, num_steps=10, strength=strength)
 
 
-def test_strength_without_a_picture_and_the_reverse(functions):
+def test_strength_without_a_picture(functions):
     with pytest.raises(InputError, match="strength is 0.5, but there is no init_image to change"):
         draw(functions, None)
-    chosen = settings.settings(functions.manifest, num_steps=4, strength=0.5, image_to_image=True)
-    with pytest.raises(InputError, match="a strength needs a picture to start from, and a picture a strength"):
-        generate.denoise(functions, {}, [1, 2], chosen)
 
 
 def test_pictures_that_cannot_be_used(functions, tmp_path):
