@@ -194,9 +194,7 @@ def of_export(contract: manifest.Manifest) -> list[dict]:
 
 def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dict:
     """What one export will be asked for in one of its sizes; `suffix` goes behind its name."""
-    # Settings need the contract only; the functions are the worker's.
-    functions = manifest.Functions(None, None, None, None, contract, contract.spec.size)
-    chosen = generate.settings(functions, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
+    chosen = generate.settings(contract, FLAGS.sampler, FLAGS.num_steps, FLAGS.guidance_scale)
     spec = contract.spec
     names = [Path(name).resolve().name for name in FLAGS.models]
     folder, name = str(contract.folder), contract.folder.resolve().name
@@ -210,7 +208,7 @@ def export_workload(contract: manifest.Manifest, size: Size, suffix: str) -> dic
         "approximate": differences.approximations(spec),
         # No flag here sets a sampler's options.
         "settings": {name: value for name, value in dataclasses.asdict(chosen).items() if name != "options"},
-        "unet_calls": len(generate.table(functions, chosen)[0].rows),
+        "unet_calls": len(generate.table(contract, chosen)[0].rows),
         "images": spec.num_images,
         **dataclasses.asdict(size),
         "dtype": spec.dtype,
@@ -272,17 +270,15 @@ def load_export(row: dict):
 
 def picture(functions: manifest.Functions, row: dict):
     """What `pipeline.generate` does for one full call of an export, as a function of `lap`; always the same call."""
-    chosen = generate.Settings(**row["settings"])
-    encoders = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
     prompts = [row["prompt"]] * functions.manifest.spec.prompts
-    seeds = noise.image_seeds(row["seed"], functions.manifest.spec.num_images)
+    run = generate.plan(functions.manifest, prompts, seed=row["seed"], size=functions.size, **row["settings"])
 
     def draw(lap):
-        contexts = generate.encode(functions, encoders, prompts, [None] * len(prompts))
+        contexts = generate.encode(functions, run, run.calls[0])
         for context in contexts.values():
             np.asarray(context)  # waits until it is there
         lap("text_encoder")
-        latent = generate.denoise(functions, contexts, seeds, chosen)
+        latent = generate.denoise(functions, run, run.calls[0], contexts)
         np.asarray(latent)
         lap("diffusion")
         decoded = {name: np.asarray(value) for name, value in functions.decode(latent=latent).items()}

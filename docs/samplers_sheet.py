@@ -34,8 +34,8 @@ def sheet(functions, prompt: str, seed: int, guidance_scale: float) -> Image.Ima
         top = TOP + row * (CELL + GAP)
         calls = []
         for column, count in enumerate(COUNTS):
-            chosen = generate.settings(functions, name, count, guidance_scale)
-            calls.append(str(len(generate.table(functions, chosen)[0].rows)))
+            chosen = generate.settings(functions.manifest, name, count, guidance_scale)
+            calls.append(str(len(generate.table(functions.manifest, chosen)[0].rows)))
             settings = {"num_steps": count, "guidance_scale": guidance_scale, "seed": seed, "num_images": 1}
             image = generate.generate(functions, prompt, sampler=name, **settings)[0]
             place = (LEFT + column * (CELL + GAP), top)

@@ -145,40 +145,6 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
 }
 
-# The sampler that is a scheduler class of diffusers.
-SAMPLERS_OF_CLASSES = {
-    "DDIMScheduler": "ddim",
-    "PNDMScheduler": "pndm",
-    "EulerDiscreteScheduler": "euler",
-    "EulerAncestralDiscreteScheduler": "euler_a",
-    "HeunDiscreteScheduler": "heun",
-    "LMSDiscreteScheduler": "lms",
-    "DPMSolverMultistepScheduler": "dpmpp_2m",
-    "UniPCMultistepScheduler": "unipc",
-    "DEISMultistepScheduler": "deis",
-    "LCMScheduler": "lcm",
-}
-
-
-def default_sampler(scheduler: SchedulerConfig) -> tuple[str, str | None]:
-    """The sampler for a checkpoint with this scheduler.
-
-    Returns:
-        (name, notice): name is a key of pipeline.sampling.samplers.SAMPLERS; notice is one line where the class is not
-        available and another sampler stands in for it, else None.
-    """
-    name = SAMPLERS_OF_CLASSES.get(scheduler.class_name)
-    if name == "dpmpp_2m":
-        sde, order = scheduler.algorithm_type == "sde-dpmsolver++", scheduler.solver_order or 2
-        name = {(False, 2): "dpmpp_2m", (False, 3): "dpmpp_3m", (True, 2): "dpmpp_2m_sde"}.get((sde, order))
-        if name is None:
-            name = "dpmpp_2m_sde" if sde else "dpmpp_2m"
-            return name, f"the checkpoint asks for {scheduler.class_name} of order {order}; using {name}, of order 2"
-    if name is None:
-        stand_in = "a deterministic sampler for the same noise schedule"
-        return "ddim", f"the checkpoint asks for {scheduler.class_name}, which is not available; using ddim, {stand_in}"
-    return name, None
-
 
 def few_steps(scheduler: SchedulerConfig, unet: UNetConfig) -> Defaults | None:
     """Steps and guidance of a model distilled to few steps, as far as its files tell; None: it is none.

@@ -1,24 +1,36 @@
-"""What every command does the same way: flags that must act before TensorFlow starts, and errors in one line."""
+"""What every command does the same way: help, path flags, errors in one line, and what must act before TensorFlow."""
 
+import inspect
 import logging as stdlib_logging
 import os
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 
 from absl import app, flags, logging
 
 from models.errors import InputError
 
+HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull", "-?")
 
-def run(main: Callable[[list[str]], object]) -> None:
-    """`absl.app.run`, but what the user got wrong ends as one line on stderr and exit code 1, not a traceback."""
+# Flags defined through this module belong to the module that asks for them.
+flags.disclaim_key_flags()
+
+
+def run(main: Callable[[list[str]], object], hints: Mapping[str, str] | None = None) -> None:
+    """Run a command: what the user got wrong ends as one line on stderr and exit code 1, not as a traceback.
+
+    Args:
+        main: takes the arguments that are no flags; the docstring of its module is what --help prints first.
+        hints: unknown flags that people type -> what to do instead.
+    """
 
     def guarded(argv):
         if not flags.FLAGS["verbosity"].present:
             # TensorFlow logs pages of renamed inputs at level INFO when it saves a model.
             logging.set_verbosity(logging.WARNING)
         try:
-            result = main(argv)
+            result = print(help_text(main)) if argv[1:] == [HELP[0]] else main(argv)
             sys.stdout.flush()
             return result
         except InputError as error:
@@ -32,7 +44,77 @@ def run(main: Callable[[list[str]], object]) -> None:
             print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
             return 130
 
-    app.run(guarded)
+    def parse(argv: list[str]) -> list[str]:
+        flagged = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+        if any(argument in HELP for argument in flagged):
+            return [*flags.FLAGS(argv[:1]), HELP[0]]
+        try:
+            _check_text(argv)
+            return flags.FLAGS(argv)
+        except flags.UnrecognizedFlagError as error:
+            hint = (hints or {}).get(error.flagname)
+            message = f"Unknown command line flag '{error.flagname}'; {hint}" if hint else f"{error}; see --help"
+        except flags.Error as error:
+            message = f"{error}; see --help"
+        except InputError as error:
+            message = str(error)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(1)
+
+    app.run(guarded, flags_parser=parse)
+
+
+def _check_text(arguments: list[str]) -> None:
+    """Refuse arguments that cannot be printed or stored again: Python reads other bytes than UTF-8 as surrogates."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"expected arguments in UTF-8, found {os.fsencode(argument)!r}; type it again in a UTF-8 terminal, or "
+                f"rename the file"
+            ) from error
+
+
+def help_text(main: Callable) -> str:
+    """Return what a command is for and its flags, in the order of their definitions."""
+    lines = [inspect.cleandoc(inspect.getmodule(main).__doc__ or ""), ""]
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        for flag in defined if module.partition(".")[0] != "absl" else ():
+            lines.append(f"  --{'[no]' if flag.boolean else ''}{flag.name}")
+            shown = flag.default is not None and flag.default is not False and flag.default != []
+            text = f"{flag.help} (default: {flag.default_as_str})" if shown else flag.help
+            lines += textwrap.wrap(" ".join(text.split()), 112, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+class _PathParser(flags.ArgumentParser):
+    """A path; ~ is the user's folder also where no shell has seen it, as in --flag=~/file."""
+
+    def parse(self, argument: str) -> str:
+        return os.path.expanduser(argument)
+
+
+class _PathListParser(flags.ListParser):
+    """Paths with commas between them."""
+
+    def parse(self, argument) -> list[str]:
+        return [os.path.expanduser(path) for path in super().parse(argument)]
+
+
+def define_path(name: str, default: str | None, help: str) -> None:
+    """Define a flag that names a file or folder."""
+    flags.DEFINE(_PathParser(), name, default, help, serializer=flags.ArgumentSerializer())
+
+
+def define_paths(name: str, default: str | None, help: str) -> None:
+    """Define a flag that names several, with commas between them."""
+    flags.DEFINE(_PathListParser(), name, default, help, serializer=flags.CsvListSerializer(","))
+
+
+def define_multi_path(name: str, help: str) -> None:
+    """Define a flag that names one and can be given several times."""
+    flags.DEFINE_multi(_PathParser(), flags.ArgumentSerializer(), name, [], help)
 
 
 def import_tensorflow() -> None:

@@ -21,7 +21,6 @@ from models import endpoints, layers, text_encoder, unet, vae
 from models.config import ModelConfig
 from models.errors import InputError, first_line
 from models.export_spec import ExportSpec
-from models.families import default_sampler
 from pipeline import manifest
 from pipeline.checkpoints.source import Source
 from pipeline.compare import Difference, compare
@@ -39,6 +38,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
 )
 # PSNR in dB of the reloaded export against the live model, below which nothing is published.
 RELOAD_BARS = {"float32": 80.0, "bfloat16": 40.0, "float16": 50.0}
@@ -117,7 +117,7 @@ def _reason(error: OSError | tf.errors.OpError) -> str:
 def _sampler_notices(config: ModelConfig) -> list[str]:
     """List notices about the default sampler and DDIM, which serving_default runs; refuse an unknown sampler."""
     scheduler, default = config.scheduler, config.defaults.sampler
-    name, notice = default_sampler(scheduler)
+    name, notice = samplers.default_sampler(scheduler)
     own = [notice] if notice and name == default else []
     return own + [line for name in dict.fromkeys([default, "ddim"]) for line in samplers.notices(name, scheduler)]
 

@@ -2,27 +2,109 @@
 
     python -m pipeline.generate "a red apple on a blue background" --models exports/emoji
 
+`plan` says from the manifest alone what a run will compute, `draw` computes it call by call, `generate` does both.
 No TensorFlow here: an export is loaded by `pipeline.load`.
 """
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from absl import flags
 
 from models.errors import InputError
-from pipeline.images import read
-from pipeline.manifest import Functions, chain_signature
+from models.export_spec import Size
+from models.steps import MEMORY, ROW
+from pipeline.images import picture
+from pipeline.manifest import Functions, Manifest, chain_signature
 from pipeline.prompts import tokenizer
-from pipeline.sampling import noise, samplers, schedules, solvers
+from pipeline.sampling import noise
 from pipeline.sampling.settings import Settings, settings, table
+from pipeline.sampling.solvers import Steps
 
 log = logging.getLogger(__name__)
 
-
 Pictures = dict[int, np.ndarray]  # image number -> uint8[H, W, 3]
+Preview = Callable[[int, Pictures], object]
+Encoded = tuple[np.ndarray, np.ndarray]  # mean and standard deviation of a picture's latent, f32[h, w, 4] each
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run of pictures will compute, known before anything is loaded.
+
+    Attributes:
+        size: of the pictures.
+        num_images: per prompt; image i belongs to prompt i // num_images.
+        seeds, guidance_scales: one per image.
+        table: f32[S, 39], `steps` as the export takes them.
+        tokens: inputs of `encode`, each with a row for every prompt.
+        calls: the image numbers of the places of each call, see `batches`.
+        image: f32[H, W, 3], the picture to start from; None: noise alone.
+    """
+
+    manifest: Manifest
+    size: Size
+    prompts: list[str]
+    negatives: list[str | None]
+    num_images: int
+    seeds: list[int]
+    guidance_scales: list[float]
+    settings: Settings
+    steps: Steps
+    table: np.ndarray
+    tokens: dict[str, np.ndarray]
+    calls: list[list[int]]
+    image: np.ndarray | None = None
+
+
+def plan(
+    manifest: Manifest,
+    prompts: str | Sequence[str],
+    negative_prompt: str | Sequence[str] | None = None,
+    seed: int = 0,
+    num_images: int | None = None,
+    guidance_scale: float | Sequence[float] | None = None,
+    prompt_weighting: bool = True,
+    size: Size | None = None,
+    init_image=None,
+    init_crop: bool = False,
+    **how,
+) -> Run:
+    """Plan a run; what is odd about a prompt is logged. For the arguments see `generate`.
+
+    Args:
+        size: of the pictures; None takes the export's first.
+
+    Raises:
+        InputError: settings, prompts or a picture that the export cannot serve.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts:
+        raise InputError("no prompt given")
+    spec, size = manifest.spec, size or manifest.spec.size
+    num_images = spec.images_per_prompt if num_images is None else num_images
+    _check_positive(num_images=num_images)
+    total = len(prompts) * num_images
+    negatives = per_prompt(negative_prompt, len(prompts))
+    scales = per_image(guidance_scale, total, manifest.config.defaults.guidance_scale)
+    chosen = settings(manifest, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
+    steps, rows = table(manifest, chosen)
+    return Run(
+        manifest=manifest,
+        size=size,
+        prompts=prompts,
+        negatives=negatives,
+        num_images=num_images,
+        seeds=noise.image_seeds(seed, total),
+        guidance_scales=scales,
+        settings=chosen,
+        steps=steps,
+        table=rows,
+        tokens=_tokenise(manifest, prompts, negatives, prompt_weighting),
+        calls=batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt),
+        image=None if init_image is None else picture.prepare(manifest, size, init_image, init_crop),
+    )
 
 
 def generate(
@@ -38,11 +120,13 @@ def generate(
     init_image=None,
     init_crop: bool = False,
     finished: Callable[[Pictures], object] | None = None,
-    preview: Callable[[int, Pictures], object] | None = None,
+    preview: Preview | None = None,
     preview_every: int | None = None,
     **how,
 ) -> np.ndarray:
     """Draw pictures; any number of prompts and images, whatever the export's batch is.
+
+    They are kept until the last is there; for more than fit into memory iterate over `draw(functions, plan(...))`.
 
     Args:
         prompts: one or several.
@@ -51,11 +135,9 @@ def generate(
         num_images: per prompt; None takes the export's.
         guidance_scale: one, or one per image; None takes the export's.
         prompt_weighting: read (brackets:1.2) in prompts as weights.
-        progress: told the number of rows (calls of the UNet) done after each call of `denoise`.
-        steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
-        init_image, init_crop: picture to start from, a path or an array, see `pipeline.images.read`; None: noise alone.
-        finished: told the pictures of each call of `decode`, by image number.
-        preview: told the row and what the pictures look like there, after every `preview_every` rows but the last.
+        init_image, init_crop: picture to start from, a path or an array, see `pipeline.images.picture`; None: noise.
+        finished: called with the pictures of each call of `decode`, by image number.
+        progress, steps_per_call, preview, preview_every: see `draw`.
         how: sampler, num_steps and whatever else `pipeline.sampling.settings.settings` takes.
 
     Returns:
@@ -64,49 +146,58 @@ def generate(
     Raises:
         InputError: settings or prompts the export cannot serve, or pictures that are not finite.
     """
-    prompts = _listed(prompts)
-    spec = functions.manifest.spec
-    num_images = spec.images_per_prompt if num_images is None else num_images
-    _check_positive(num_images=num_images, steps_per_call=steps_per_call, preview_every=preview_every)
-    total = len(prompts) * num_images
-    negatives = per_prompt(negative_prompt, len(prompts))
-    scales = per_image(guidance_scale, total, functions.manifest.config.defaults.guidance_scale)
-    chosen = settings(functions, guidance_scale=scales[0], image_to_image=init_image is not None, **how)
-    picture = read.encode(functions, init_image, init_crop)
-    seeds = noise.image_seeds(seed, total)
-    tokenizers = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
-    warn_of_cuts(functions, tokenizers[0], prompts, negatives, prompt_weighting)
-
-    def draw(rows: list[int]) -> Pictures:
-        # rows: image number for each of the N places, repeated where the last call is not full.
-        places = [row // num_images for row in rows[:: spec.images_per_prompt]]
-        texts = [[given[place] for place in places] for given in (prompts, negatives)]
-        contexts = encode(functions, tokenizers, *texts, prompt_weighting)
-        latent = denoise(
-            *(functions, contexts, [seeds[row] for row in rows], chosen, progress, steps_per_call),
-            *([scales[row] for row in rows], picture, _shown(functions, rows, preview), preview_every),
-        )
-        made = dict(zip(rows, decode(functions, latent), strict=True))
+    run = plan(
+        functions.manifest,
+        prompts,
+        negative_prompt,
+        seed,
+        num_images,
+        guidance_scale,
+        prompt_weighting,
+        functions.size,
+        init_image,
+        init_crop,
+        **how,
+    )
+    result = np.zeros((len(run.seeds), run.size.height, run.size.width, 3), np.uint8)
+    for pictures in draw(functions, run, progress, steps_per_call, preview, preview_every):
+        for i, image in pictures.items():
+            result[i] = image
         if finished is not None:
-            finished(made)
-        return made
-
-    drawn: Pictures = {}
-    for rows in batches(len(prompts), num_images, spec.prompts, spec.images_per_prompt):
-        drawn |= draw(rows)
-    return np.stack([drawn[row] for row in range(total)])
+            finished(pictures)
+    return result
 
 
-def _shown(functions: Functions, rows: list[int], preview: Callable[[int, Pictures], object] | None):
-    """`preview` in the terms of `denoise`: told the latent of each of the N places."""
-    return preview and (lambda row, latent: preview(row, dict(zip(rows, decode(functions, latent), strict=True))))
+def draw(
+    functions: Functions,
+    run: Run,
+    progress: Callable[[int], object] | None = None,
+    steps_per_call: int | None = None,
+    preview: Preview | None = None,
+    preview_every: int | None = None,
+) -> Iterator[Pictures]:
+    """Yield the pictures of each call of the export as they are finished, and keep none.
 
+    Args:
+        progress: called with the number of rows (calls of the UNet) done, after each call of `denoise`.
+        steps_per_call: rows of the steps table per call; None runs all in one. Pictures do not depend on it.
+        preview: called with the row and what the pictures look like there, after every `preview_every` rows but the
+            last.
 
-def _listed(prompts: str | Sequence[str]) -> list[str]:
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts:
-        raise InputError("no prompt given")
-    return prompts
+    Raises:
+        InputError: pictures that are not finite.
+    """
+    _check_positive(steps_per_call=steps_per_call, preview_every=preview_every)
+    encoded = encode_image(functions, run)
+    for images in run.calls:
+
+        def show(row: int, latent, images=images) -> None:
+            preview(row, dict(zip(images, decode(functions, latent), strict=True)))
+
+        contexts = encode(functions, run, images)
+        seen = show if preview else None
+        latent = denoise(functions, run, images, contexts, encoded, progress, steps_per_call, seen, preview_every)
+        yield dict(zip(images, decode(functions, latent), strict=True))
 
 
 def _check_positive(**counts: int | None) -> None:
@@ -116,7 +207,7 @@ def _check_positive(**counts: int | None) -> None:
 
 
 def batches(num_prompts: int, num_images: int, prompts: int, images_per_prompt: int) -> list[list[int]]:
-    """Which image goes into which place of which call.
+    """Return which image goes into which place of which call.
 
     A call has `prompts` x `images_per_prompt` places; every prompt's images are cut into groups of
     `images_per_prompt`, a short group and a short call are filled up by repeating their last entry.
@@ -138,97 +229,101 @@ def batches(num_prompts: int, num_images: int, prompts: int, images_per_prompt: 
     return calls
 
 
-def warn_of_cuts(
-    functions: Functions, encoder, prompts: list[str], negatives: list[str | None], prompt_weighting: bool = True
-) -> None:
-    """Log one line for each prompt and negative prompt that is too long, quoting the part that is dropped."""
-    blocks = functions.manifest.spec.prompt_chunks
-    _, _, lines = encoder.weigh_batch(prompts, blocks, prompt_weighting)
-    _, _, more = encoder.weigh_batch(list(dict.fromkeys(n or "" for n in negatives)), blocks, prompt_weighting)
-    for line in [*lines, *(f"negative {line}" for line in more)]:
-        log.warning("%s", line)
+def _tokenise(
+    manifest: Manifest, prompts: list[str], negatives: list[str | None], weighting: bool
+) -> dict[str, np.ndarray]:
+    """Return the inputs of `encode` with a row for each prompt; logs what is dropped of long ones."""
+    # Most negative prompts are the same one.
+    distinct = list(dict.fromkeys(negative or "" for negative in negatives))
+    rows = [distinct.index(negative or "") for negative in negatives]
+    inputs = {}
+    for number, words in enumerate(tokenizer.of_export(manifest.folder, manifest.config)):
+        suffix = "_2" if number else ""
+        ids, weights, notices = words.weigh_batch(prompts, manifest.spec.prompt_chunks, weighting)
+        negative_ids, negative_weights, more = words.weigh_batch(distinct, manifest.spec.prompt_chunks, weighting)
+        inputs |= {f"tokens{suffix}": ids, f"negative_tokens{suffix}": negative_ids[rows]}
+        if number == 0:
+            # The encoders' tokens differ in their padding only, so one row of weights serves both.
+            inputs |= {"token_weights": weights, "negative_token_weights": negative_weights[rows]}
+            for line in [*notices, *(f"negative {line}" for line in more)]:
+                log.warning("%s", line)
+    return inputs
 
 
-def encode(
-    functions: Functions,
-    tokenizers: Sequence[tokenizer.Tokenizer],
-    prompts: list[str],
-    negatives: list[str | None],
-    prompt_weighting: bool = True,
-) -> dict:
-    """P prompts and negative prompts, and the picture's size, to the inputs of `denoise` that depend on them, by name.
+def encode(functions: Functions, run: Run, images: list[int]) -> dict:
+    """Return the inputs of `denoise` that depend on the prompts of one call and on the picture's size, by name.
 
     Args:
-        tokenizers: of the export, one per text encoder; see `pipeline.prompts.tokenizer.of_export`.
+        images: one of `run.calls`.
     """
-    contract, inputs = functions.manifest, {}
-    spec = contract.spec
-    for suffix, words in zip(("", "_2"), tokenizers, strict=False):
-        for sign, texts in (("", prompts), ("negative_", [negative or "" for negative in negatives])):
-            ids, weights, _ = words.weigh_batch(texts, spec.prompt_chunks, prompt_weighting)
-            # The encoders' tokens differ in their padding only, so one row of weights serves both.
-            inputs |= {f"{sign}tokens{suffix}": ids, f"{sign}token_weights": weights}
-    contexts = functions.encode(**inputs)
-    if contract.zero_unconditional:
-        given = np.repeat([negative is not None for negative in negatives], spec.images_per_prompt)
+    spec = run.manifest.spec
+    prompts = [image // run.num_images for image in images[:: spec.images_per_prompt]]
+    contexts = functions.encode(**{name: rows[prompts] for name, rows in run.tokens.items()})
+    if run.manifest.zero_unconditional:
+        given = np.repeat([run.negatives[prompt] is not None for prompt in prompts], spec.images_per_prompt)
         for name in [name for name in contexts if name.startswith("unconditional_")]:
             value = np.asarray(contexts[name])
             contexts[name] = value * given.reshape(-1, *[1] * (value.ndim - 1)).astype(value.dtype)
-    if contract.config.unet.addition_time_embed_dim is not None:
+    if run.manifest.config.unet.addition_time_embed_dim is not None:
         # Original size, crop and target size, height first (Podell et al. 2023, section 2.2): a picture not cut.
-        size = (functions.size.height, functions.size.width)
+        size = (run.size.height, run.size.width)
         contexts["time_ids"] = np.tile(np.float32([*size, 0, 0, *size]), (spec.num_images, 1))
     return contexts
 
 
+def encode_image(functions: Functions, run: Run) -> Encoded | None:
+    """Return the distribution of the latent of the picture that the run starts from; None: it starts from noise."""
+    if run.image is None:
+        return None
+    outputs = functions.encode_image(image=np.repeat(run.image[None], run.manifest.spec.num_images, axis=0))
+    # One of N equal ones, so that no image depends on its place.
+    return np.asarray(outputs["mean"])[0], np.asarray(outputs["std"])[0]
+
+
 def denoise(
     functions: Functions,
+    run: Run,
+    images: list[int],
     contexts: dict,
-    seeds: list[int],
-    chosen: Settings,
+    encoded: Encoded | None = None,
     progress: Callable[[int], object] | None = None,
     steps_per_call: int | None = None,
-    guidance_scales: Sequence[float] | None = None,
-    picture: tuple[np.ndarray, np.ndarray] | None = None,
     preview: Callable[[int, np.ndarray], object] | None = None,
     preview_every: int | None = None,
 ):
-    """Initial noise from `seeds` to the final latent f32[N,h,w,4]. Raises InputError when it is not finite.
+    """Run the steps of one call, from noise to the final latent f32[N,h,w,4].
 
     Args:
-        guidance_scales: of each of the N images; None takes `chosen.guidance_scale` for all.
-        picture: mean and standard deviation of the latent f32[h,w,4] to start from, where `chosen` has a strength.
-        preview: told the row and the denoised latent f32[N,h,w,4] there, after every `preview_every` rows.
+        images: one of `run.calls`. contexts: what `encode` gave for it. encoded: what `encode_image` gave.
+        preview: called with the row and the denoised latent f32[N,h,w,4] there, after every `preview_every` rows.
+
+    Raises:
+        InputError: a latent that is not finite.
     """
-    steps, rows = table(functions, chosen)
-    part, signature = chain_signature(functions.manifest.spec, "denoise", functions.size)
-    inputs = functions.manifest.signatures[part][signature].inputs
-    count, *shape = next(spec.shape for spec in inputs if spec.name == "latent")
-    scales = np.full((count,), chosen.guidance_scale, "float32")
-    if guidance_scales is not None:
-        scales[:] = guidance_scales
-    if (picture is None) != (chosen.strength is None):
-        raise InputError("a strength needs a picture to start from, and a picture a strength")
-    latent = start(steps, seeds, shape, picture)
-    state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
+    part, signature = chain_signature(run.manifest.spec, "denoise", run.size)
+    inputs = run.manifest.signatures[part][signature].inputs
+    _, *shape = next(spec.shape for spec in inputs if spec.name == "latent")
+    seeds = [run.seeds[image] for image in images]
+    scales = np.float32([run.guidance_scales[image] for image in images])
+    guidance = {
+        "guidance_scale": scales,
+        "guidance_rescale": np.full(scales.shape, run.settings.guidance_rescale, "float32"),
+    }
+    prompt_only = {name: value for name, value in contexts.items() if not name.startswith("unconditional_")}
+    latent = start(run.steps, seeds, shape, encoded)
+    state = {"latent": latent, "memory": np.zeros((MEMORY, *latent.shape), "float32")}
     # Without guidance half the work would be thrown away.
-    guided = steps.rows[:, solvers.ROW["g"]][:, 0] * max(float(scales.max()) - 1.0, 0.0) > 0
-    if functions.manifest.config.unet.time_cond_proj_dim is not None:
+    guided = run.steps.rows[:, ROW["g"]][:, 0] * max(float(scales.max()) - 1.0, 0.0) > 0
+    if run.manifest.config.unet.time_cond_proj_dim is not None:
         # Distilled with guidance: every call is told the scale.
         guided[:] = True
     for first, last in stretches(guided, steps_per_call, preview_every):
-        every = {
-            "steps": rows,
-            "first_step": np.int32(first),
-            "last_step": np.int32(last),
-            "seed": noise.seed_words(seeds),
-        }
+        rows = {"steps": run.table, "first_step": np.int32(first), "last_step": np.int32(last)}
+        rows["seed"] = noise.seed_words(seeds)
         if guided[first]:
-            rescale = np.full((count,), chosen.guidance_rescale, "float32")
-            result = functions.denoise(**state, **every, **contexts, guidance_scale=scales, guidance_rescale=rescale)
+            result = functions.denoise(**state, **rows, **contexts, **guidance)
         else:
-            prompt_only = {name: value for name, value in contexts.items() if not name.startswith("unconditional_")}
-            result = functions.denoise_unguided(**state, **every, **prompt_only)
+            result = functions.denoise_unguided(**state, **rows, **prompt_only)
         state = {"latent": result["latent"], "memory": result["memory"]}
         if progress is not None:
             progress(last - first)
@@ -239,23 +334,21 @@ def denoise(
     return state["latent"]
 
 
-def start(
-    steps: samplers.Steps, seeds: list[int], shape: Sequence[int], picture: tuple[np.ndarray, np.ndarray] | None = None
-) -> np.ndarray:
-    """The latents f32[N,h,w,4] a run begins with: noise of each seed, and over a picture a sample of its latent.
+def start(steps: Steps, seeds: list[int], shape: Sequence[int], encoded: Encoded | None = None) -> np.ndarray:
+    """Return the latents f32[N,h,w,4] that a run begins with: noise of each seed, over a sample of a picture's latent.
 
     Args:
-        shape: h, w and channels. picture: mean and standard deviation of the latent, f32[h,w,4] each.
+        shape: h, w and channels.
     """
     latent = np.float32(steps.noise) * noise.initial_latents(seeds, *shape)
-    if picture is None:
+    if encoded is None:
         return latent
-    mean, std = picture
+    mean, std = encoded
     return latent + np.float32(steps.signal) * (mean + std * noise.initial_latents(seeds, *shape, noise.PICTURE_OFFSET))
 
 
 def decode(functions: Functions, latent) -> np.ndarray:
-    """The final latent to uint8[N,H,W,3]. Raises InputError when a picture is not finite."""
+    """Decode the final latent to uint8[N,H,W,3]. Raises InputError when a picture is not finite."""
     decoded = functions.decode(latent=latent)
     if not np.all(np.asarray(decoded["finite"])):
         raise InputError("the decoded pictures hold NaN or infinite values; try --dtype float32 at export")
@@ -263,7 +356,7 @@ def decode(functions: Functions, latent) -> np.ndarray:
 
 
 def stretches(guided: np.ndarray, most: int | None, every: int | None = None) -> list[tuple[int, int]]:
-    """Runs of rows that are all guided or all not, none longer than `most`, with an end after each `every` rows.
+    """Cut a run into stretches that are all guided or all not, none longer than `most`, ending at each `every`-th row.
 
     Returns:
         [(first, end)], in order.
@@ -278,7 +371,7 @@ def stretches(guided: np.ndarray, most: int | None, every: int | None = None) ->
 
 
 def per_image(guidance_scale, count: int, default: float) -> list[float]:
-    """A guidance scale for each of `count` images from None, one, or one per image. Raises InputError."""
+    """Return a guidance scale for each of `count` images from None, one, or one per image. Raises InputError."""
     if guidance_scale is None or isinstance(guidance_scale, int | float | np.number):
         return [default if guidance_scale is None else float(guidance_scale)] * count
     scales = [float(scale) for scale in guidance_scale]
@@ -288,7 +381,7 @@ def per_image(guidance_scale, count: int, default: float) -> list[float]:
 
 
 def per_prompt(negative_prompt, count: int) -> list[str | None]:
-    """A negative prompt, or None, for each of `count` prompts from None, one, or one per prompt. Raises InputError."""
+    """Return a negative prompt or None for each of `count` prompts, from None, one, or one each. Raises InputError."""
     if negative_prompt is None or isinstance(negative_prompt, str):
         return [negative_prompt] * count
     negatives = list(negative_prompt)
@@ -299,57 +392,7 @@ def per_prompt(negative_prompt, count: int) -> list[str | None]:
     return negatives
 
 
-def read_prompts(path: str) -> list[str]:
-    """Prompts from a text file, one a line, blank lines left out. Raises InputError when there are none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts_file {path}: cannot be read as UTF-8 text ({error})") from error
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise InputError(f"--prompts_file {path}: holds no prompt")
-    return prompts
-
-
 if __name__ == "__main__":
-    from pipeline import cli, compile_cache
-    from pipeline.commands import generate as draw
+    from pipeline.commands import generate as command
 
-    flags.DEFINE_string("models", "exports/emoji", "Export to draw with; made by serialize_savedmodels.py.")
-    flags.DEFINE_multi_string("negative_prompt", [], "What not to draw: once for all prompts, or once per prompt.")
-    flags.DEFINE_string("prompts_file", None, "Text file with more prompts, one a line.")
-    flags.DEFINE_integer("seed", 0, "Seed of the first image; the next ones count on from it.")
-    flags.DEFINE_integer("num_images", None, "Images per prompt. Default: the export's.", lower_bound=1)
-    flags.DEFINE_enum("sampler", None, list(samplers.SAMPLERS), "Sampler. Default: the export's.")
-    flags.DEFINE_integer("num_steps", None, "Denoising steps. Default: the export's.")
-    flags.DEFINE_float("eta", 0.0, "Fresh noise of ddim: 0 none, 1 as much as DDPM.")
-    flags.DEFINE_enum("timestep_spacing", None, schedules.SPACINGS, "Which timesteps. Default: the checkpoint's.")
-    flags.DEFINE_enum("sigma_schedule", None, schedules.SIGMA_SCHEDULES, "Noise levels. Default: the checkpoint's.")
-    flags.DEFINE_list("timesteps", None, "The timesteps themselves, falling: 999,749,499,249.")
-    flags.DEFINE_list("sigmas", None, "The noise levels themselves, falling, the last where it ends: 14.6,3.1,0.7,0.")
-    flags.DEFINE_list(
-        "guidance_scale", [], "Classifier-free guidance, one or one per image; 1 or less: none. Default: the export's."
-    )
-    flags.DEFINE_float("guidance_rescale", 0.0, "0..1: pull the contrast of guided pictures back.")
-    flags.DEFINE_float("guidance_start", 0.0, "Guide from this fraction of the run on; before it, at half the work.")
-    flags.DEFINE_float("guidance_end", 1.0, "Guide up to this fraction of the run.")
-    flags.DEFINE_string("init_image", None, "Picture to start from; needs an export made with --image_encoder.")
-    flags.DEFINE_float("strength", None, "How much of --init_image changes: the share of the steps made. Default: 0.8.")
-    flags.DEFINE_bool("init_crop", False, "Cut --init_image to the right proportions instead of stretching it.")
-    flags.DEFINE_bool("prompt_weighting", True, "Read (word:1.3), (word) and [word] in prompts as weights.")
-    flags.DEFINE_integer("height", None, "Height in pixels, of an export with several sizes. Default: its first size.")
-    flags.DEFINE_integer("width", None, "Width in pixels, of an export with several sizes. Default: its first size.")
-    flags.DEFINE_bool("jit_compile", False, "Compile with XLA.")
-    flags.DEFINE_list("jit_components", "unet,decoder", "What --jit_compile compiles: text_encoder, unet, decoder.")
-    flags.DEFINE_string("compile_cache", "default", compile_cache.HELP)
-    flags.DEFINE_integer("steps_per_call", 5, "Calls of the UNet between two moves of the progress bar.", lower_bound=1)
-    flags.DEFINE_string("output", "outputs", "Folder for the PNG files.")
-    flags.DEFINE_string(
-        "sheet", None, "PNG file that shows all pictures side by side, four in a row; an older one is replaced."
-    )
-    flags.DEFINE_integer("preview_every", None, "Write OUTPUT/previews/SEED-STEP.png every k steps.", lower_bound=1)
-    flags.DEFINE_string("server", None, "Draw on this server, grpc://HOST:8500 or http://HOST:8501, not here.")
-    flags.DEFINE_float("timeout", 600.0, "Seconds that one call of the server may take.", lower_bound=0.001)
-    flags.DEFINE_integer("version", None, "Version of the export. Default: the newest.")
-    flags.DEFINE_bool("verify", True, "Check the export's checksums first.")
-    cli.run(draw.main)
+    command.run()

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def local(
-    folder: Path | str,
+    export: Path | str | Manifest,
     jit_compile: bool = False,
     jit_components: tuple[str, ...] = DEFAULT_JIT_COMPONENTS,
     version: int | None = None,
@@ -55,7 +55,7 @@ def local(
     """Load an export as the functions of a picture.
 
     Args:
-        folder: the export, e.g. exports/emoji.
+        export: its folder, e.g. exports/emoji, or its manifest where that has been read already.
         jit_compile: compile `jit_components` with XLA. Compilation happens at the first call of each.
         jit_components: of text_encoder, unet, decoder.
         version: None takes the newest.
@@ -68,7 +68,7 @@ def local(
         InputError: no such export or version, a damaged file, an unknown component.
     """
     check_jit_components(jit_components)
-    contract = manifest.read(folder, version)
+    contract = export if isinstance(export, Manifest) else manifest.read(export, version)
     if verify:
         manifest.verify(contract)
     if compile_cache is not None and jit_compile and not started():

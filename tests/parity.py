@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from pipeline import generate, load, manifest  # noqa: E402
 from pipeline.compare import compare  # noqa: E402
 from pipeline.prompts import tokenizer  # noqa: E402
-from pipeline.sampling import noise, settings  # noqa: E402
+from pipeline.sampling import noise  # noqa: E402
 
 PROMPT, OTHER_PROMPT = "a red apple on a blue background", "a cactus, white background"
 NEGATIVE_PROMPT = "blurry, low quality"
@@ -205,12 +205,19 @@ def components(exported: Path, reference: dict[str, np.ndarray]) -> list[Row]:
 def chains(exported: Path, reference: dict[str, np.ndarray], arguments: argparse.Namespace) -> list[Row]:
     """Prompt to picture, as pipeline.generate draws it."""
     functions = load.local(exported, arguments.jit_compile, verify=False)
-    encoders = tokenizer.of_export(exported, functions.manifest.config)
-    contexts = generate.encode(functions, encoders, [PROMPT], [NEGATIVE_PROMPT])
     rows = []
     for sampler in SAMPLERS:
-        chosen = settings.settings(functions, sampler, arguments.num_steps, GUIDANCE_SCALE)
-        latent = generate.denoise(functions, contexts, [SEED], chosen, progress=tick, steps_per_call=1)
+        run = generate.plan(
+            functions.manifest,
+            PROMPT,
+            NEGATIVE_PROMPT,
+            SEED,
+            guidance_scale=GUIDANCE_SCALE,
+            sampler=sampler,
+            num_steps=arguments.num_steps,
+        )
+        contexts = generate.encode(functions, run, run.calls[0])
+        latent = generate.denoise(functions, run, run.calls[0], contexts, progress=tick, steps_per_call=1)
         image = generate.decode(functions, latent)
         name = f"{arguments.num_steps} {sampler} steps"
         rows.append(difference(f"{name}, latent", reference[f"{sampler}/latents"][-1], latent))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from models.errors import InputError
 from pipeline import generate, load
 from pipeline.prompts import tokenizer
-from pipeline.sampling import noise
+from pipeline.sampling import noise, settings
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,54 @@ def test_zero_unconditional(functions, stub):
     np.testing.assert_allclose(seen[1][:2], seen[1][2:], atol=1e-5)
 
 
+# === The plan ===
+
+
+def test_a_plan_needs_no_functions(functions):
+    """Everything about a run is known from the manifest: prompts, places, seeds, scales, steps, ids."""
+    run = generate.plan(functions.manifest, ["a red apple", "a cat"], ["blue", None], 7, 3, [2.0], num_steps=5)
+    assert run.calls == [[0, 1, 2, 2], [3, 4, 5, 5]] and run.seeds == [7, 8, 9, 10, 11, 12]
+    assert run.guidance_scales == [2.0] * 6 and run.settings.num_steps == 5 and run.image is None
+    assert run.table.shape == (12, 39) and len(run.steps.rows) == 5
+    assert {name: rows.shape for name, rows in run.tokens.items()} == dict.fromkeys(
+        ("tokens", "negative_tokens", "token_weights", "negative_token_weights"), (2, 77)
+    )
+    assert run.tokens["tokens"][:, 1:5].tolist() == [[320, 736, 3055, 49407], [320, 2368, 49407, 49407]]
+    assert run.tokens["negative_tokens"][:, :3].tolist() == [[49406, 1746, 49407], [49406, 49407, 49407]]
+
+
+def test_everything_is_planned_once(functions, encoder, monkeypatch):
+    """However many calls the pictures need: one steps table, each text tokenised once."""
+    tables, texts, encode = [], [], tokenizer.Tokenizer.encode
+    monkeypatch.setattr(generate, "table", lambda *of: tables.append(of) or settings.table(*of))
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", lambda *of: texts.append(of[1]) or encode(*of))
+    generate.generate(functions, ["a", "b", "c"], "d", num_images=2, num_steps=1)
+    assert len(tables) == 1 and texts == ["a", "b", "c", "d"]
+
+
+def test_pictures_handed_on_are_not_kept(functions, stub):
+    """Any number of pictures takes no more memory than the calls at hand."""
+    made, most = [], []
+
+    class Picture(np.ndarray):
+        """An array that can be watched."""
+
+    def decode(latent):
+        pictures = np.zeros((4, 18, 14, 3), "uint8").view(Picture)
+        made.append(weakref.ref(pictures))
+        most.append(sum(reference() is not None for reference in made))
+        return {"generated_images": pictures, "finite": np.ones(4, bool)}
+
+    still = stub(
+        encode=lambda **inputs: {},
+        denoise=lambda **inputs: {"latent": inputs["latent"], "memory": inputs["memory"]},
+        decode=decode,
+    )
+    run = generate.plan(functions.manifest, ["a"] * 10, num_images=50, num_steps=1)
+    assert sum(len(pictures) for pictures in generate.draw(still, run)) == 500
+    assert len(most) == 125 and max(most) <= 2
+
+
 # === Warnings and errors ===
 
 
@@ -231,6 +280,8 @@ REFUSED = [
     ({"steps_per_call": -1}, "steps_per_call must be 1 or more, found -1"),
     ({"prompts": []}, "no prompt given"),
     ({"prompts": ["a", 5]}, "prompt should be text, found int"),
+    ({"prompts": "caf\udce9"}, "is no UTF-8 text"),
+    ({"negative_prompt": "caf\udce9"}, "is no UTF-8 text"),
 ]
 
 
@@ -245,18 +296,3 @@ def test_what_is_refused(functions, stub, changes, message):
     with pytest.raises(InputError, match=message) as error:
         generate.generate(nothing_drawn, **{"prompts": "a"} | changes)
     assert "\n" not in str(error.value)
-
-
-# === Files of prompts ===
-
-
-def test_prompts_from_a_file(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffa red apple\r\n\n  \nein Käse\n".encode())
-    assert generate.read_prompts(str(path)) == ["a red apple", "ein Käse"]
-    for content, message in ((b"\n \n", "holds no prompt"), (b"\xff\xfe", "cannot be read as UTF-8 text")):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=message):
-            generate.read_prompts(str(path))
-    with pytest.raises(InputError, match=r"--prompts_file .*none\.txt: cannot be read"):
-        generate.read_prompts(str(tmp_path / "none.txt"))

@@ -81,7 +81,7 @@ def test_float16_draws_and_says_so(half_export, tmp_path):
     functions = load.local(half_export)
     drawn = generate.generate(functions, "a red apple", seed=3, num_steps=3)
     assert drawn.shape == (1, 18, 14, 3) and drawn.std() > 5
-    chosen = settings.settings(functions, None, 3, 3.0)
+    chosen = settings.settings(functions.manifest, None, 3, 3.0)
     text = png.parameters(functions, "a red apple", None, noise.image_seeds(3, 1)[0], chosen, 3.0)
     digest = functions.manifest.vae.sha256
     assert f"VAE hash: {digest[:10]}, VAE: bright, Clip skip: 2, " in text

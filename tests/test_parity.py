@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from models import unet, vae
+from models.steps import MEMORY
 from pipeline import load, manifest
 from pipeline.checkpoints import diffusers_folder, keymaps, loader
 from pipeline.prompts import tokenizer
-from pipeline.sampling import settings, solvers
+from pipeline.sampling import settings
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINT = GOLDENS / "tiny_sd1"
@@ -80,11 +81,11 @@ def test_encoder(golden):
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
 def test_chain_step_by_step(golden, tiny_sd1_export, sampler):
     functions = load.local(tiny_sd1_export, verify=False)
-    chosen = settings.settings(functions, sampler, int(golden["num_steps"]), float(golden["guidance_scale"]))
-    steps, rows = settings.table(functions, chosen)
+    chosen = settings.settings(functions.manifest, sampler, int(golden["num_steps"]), float(golden["guidance_scale"]))
+    steps, rows = settings.table(functions.manifest, chosen)
     np.testing.assert_array_equal(rows[: len(steps.rows), 0], golden[f"{sampler}/timesteps"].astype("float32"))
     latent = np.float32(steps.noise) * golden["noise"]
-    memory = np.zeros((solvers.STATE - 1, *latent.shape), "float32")
+    memory = np.zeros((MEMORY, *latent.shape), "float32")
     for i, expected in enumerate(golden[f"{sampler}/latents"]):
         state = functions.denoise(
             latent=latent,

@@ -7,8 +7,9 @@ import pytest
 
 from models.errors import InputError
 from models.export_spec import ExportSpec, Size
+from models.steps import ROW
 from pipeline import generate, load, manifest
-from pipeline.sampling import settings, solvers
+from pipeline.sampling import settings
 
 OTHER = Size(width=20, height=12)
 
@@ -113,17 +114,17 @@ def test_rows_without_guidance_cost_half(functions, how, expected):
 
 
 def test_the_interval_is_the_tables_g_column(functions):
-    chosen = settings.settings(functions, guidance_start=0.25, guidance_end=0.75)
-    steps, rows = settings.table(functions, chosen)
-    assert steps.rows[:, solvers.ROW["g"]].ravel().tolist() == [0, 1, 1, 0]
+    chosen = settings.settings(functions.manifest, guidance_start=0.25, guidance_end=0.75)
+    steps, rows = settings.table(functions.manifest, chosen)
+    assert steps.rows[:, ROW["g"]].ravel().tolist() == [0, 1, 1, 0]
     np.testing.assert_array_equal(rows[:4], steps.rows)
 
 
 def test_unguided_rows_equal_guidance_one(functions):
     """The loop of half the work computes what the guided one computes at scale 1."""
-    chosen = settings.settings(functions, guidance_scale=1.0)
-    contexts = generate.encode(functions, words(functions), ["a red apple"], [None])
-    half = np.asarray(generate.denoise(functions, contexts, [1, 2], chosen))
+    run = generate.plan(functions.manifest, "a red apple", seed=1, guidance_scale=1.0)
+    contexts = generate.encode(functions, run, run.calls[0])
+    half = np.asarray(generate.denoise(functions, run, run.calls[0], contexts))
 
     def guided(**inputs):
         scale = np.ones(2, "float32")
@@ -131,14 +132,8 @@ def test_unguided_rows_equal_guidance_one(functions):
         return functions.denoise(**inputs, **negative(contexts), **guidance)
 
     watched = dataclasses.replace(functions, denoise_unguided=guided)
-    full = np.asarray(generate.denoise(watched, contexts, [1, 2], chosen))
+    full = np.asarray(generate.denoise(watched, run, run.calls[0], contexts))
     np.testing.assert_allclose(half, full, atol=1e-5)
-
-
-def words(functions):
-    from pipeline.prompts import tokenizer
-
-    return tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
 
 
 def negative(contexts):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from models.config import Defaults, ModelConfig, SchedulerConfig, TextEncoderConfig, UNetConfig, VAEConfig
 from models.errors import InputError
-from models.families import default_sampler, few_steps
+from models.families import few_steps
 from pipeline.files import read_json
+from pipeline.sampling.samplers import default_sampler
 
 TIME_IDS = 6  # original height and width, crop's top and left, target height and width
 # Channels of the UNet's input other than a latent's 4.

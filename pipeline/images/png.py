@@ -1,5 +1,6 @@
 """Pictures as PNG files that say how they were made. No TensorFlow."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -16,12 +17,12 @@ from pipeline.sampling.settings import Settings
 def parameters(
     functions: Functions, prompt: str, negative: str | None, seed: int, chosen: Settings, guidance_scale: float
 ) -> str:
-    """How a picture was made, as the `parameters` text that AUTOMATIC1111's readers understand."""
+    """Return how a picture was made, as the `parameters` text that AUTOMATIC1111's readers understand."""
     contract = functions.manifest
     lines = [prompt] + ([f"Negative prompt: {negative}"] if negative else [])
     fields = {
         "Steps": chosen.num_steps,
-        "Sampler": SAMPLER_LABELS.get(chosen.sampler, chosen.sampler),
+        "Sampler": samplers.SAMPLERS[chosen.sampler].label,
         "CFG scale": f"{guidance_scale:g}",
         "Seed": seed,
         **_sampling_fields(functions, chosen),
@@ -35,6 +36,7 @@ def parameters(
         **({"Denoising strength": f"{chosen.strength:g}"} if chosen.strength is not None else {}),
         "RNG": "NV",
     }
+    fields = {key: _quoted(value) for key, value in fields.items()}
     if contract.loras:
         # Not "Lora hashes": readers would look for <lora:...> in the prompt. Quoted, because of the commas.
         loras = ", ".join(f"{lora.name} {lora.sha256[:12]} {lora.weight:g}" for lora in contract.loras)
@@ -42,21 +44,10 @@ def parameters(
     return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in fields.items())])
 
 
-# What AUTOMATIC1111 calls them.
-SAMPLER_LABELS = {
-    "ddim": "DDIM",
-    "pndm": "PLMS",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "heun": "Heun",
-    "lms": "LMS",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "dpmpp_3m": "DPM++ 3M",
-    "unipc": "UniPC",
-    "deis": "DEIS",
-    "lcm": "LCM",
-}
+def _quoted(value: object) -> str:
+    """Return a value as AUTOMATIC1111 quotes it, so that readers find where it ends."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ',:\n\r"') else text
 
 
 def _sampling_fields(functions: Functions, chosen: Settings) -> dict[str, object]:
@@ -105,8 +96,13 @@ def save_sheet(pictures: np.ndarray, columns: int, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(path, format="PNG")
     except OSError as error:
-        raise InputError(f"--sheet {path}: cannot be written ({error.strerror})") from error
+        raise InputError(f"--sheet {path}: cannot be written ({_reason(error)})") from error
     return path
+
+
+def previews(folder: Path) -> Path:
+    """Return the folder of the previews beside pictures in `folder`."""
+    return folder / "previews"
 
 
 def save_preview(image: np.ndarray, name: str, folder: Path) -> Path:
@@ -118,14 +114,17 @@ def save_preview(image: np.ndarray, name: str, folder: Path) -> Path:
     Raises:
         InputError: the folder cannot be written.
     """
-    path = folder / "previews" / f"{name}.png"
+    path = previews(folder) / f"{name}.png"
     temporary = path.with_name(f".{os.getpid()}.png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(temporary)
-        os.replace(temporary, path)
+        try:
+            Image.fromarray(image).save(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"{path.parent}: cannot write previews there ({error.strerror})") from error
+        raise InputError(f"{path.parent}: cannot write previews there ({_reason(error)})") from error
     return path
 
 
@@ -144,21 +143,31 @@ def save(image: np.ndarray, seed: int, text: str, folder: Path) -> Path:
         information.add_text("parameters", text)
     else:
         information.add_itxt("parameters", text)
+    content = io.BytesIO()
+    Image.fromarray(image).save(content, "PNG", pnginfo=information)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         numbers = [int(p.name.split("-")[0]) for p in folder.glob("*-*.png") if p.name.split("-")[0].isdecimal()]
         number = max(numbers, default=-1) + 1
-        temporary = folder / f".{os.getpid()}.png"
-        Image.fromarray(image).save(temporary, pnginfo=information)
         while True:
             path = folder / f"{number:05}-{seed}.png"
             try:
-                # A link fails where a rename would overwrite what another process just wrote.
-                os.link(temporary, path)
+                # Fails where another process just wrote, on every file system.
+                file = path.open("xb")
             except FileExistsError:
                 number += 1
             else:
-                temporary.unlink()
-                return path
+                break
+        try:
+            with file:
+                file.write(content.getvalue())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        raise InputError(f"{folder}: cannot write pictures there ({error.strerror})") from error
+        raise InputError(f"{folder}: cannot write pictures there ({_reason(error)})") from error
+    return path
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

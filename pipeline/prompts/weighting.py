@@ -4,30 +4,30 @@
     (word:1.3)   1.3 times        \\( \\) \\[ \\] \\\\   the characters themselves
 
 the notation of AUTOMATIC1111's web interface. A bracket that is never closed reaches to the end of the prompt, a
-closing one that closes nothing is a character like any other.
+closing one that closes nothing is a character like any other. What else that interface reads in prompts is text here,
+which a notice says.
 """
 
 import math
 import re
 
-from models.errors import InputError
-
 STEP = 1.1  # of one pair of brackets
-MOST = 100.0  # a larger weight is a typing mistake
+MOST = 5.0  # a larger number is no weight: a time of day, a ratio
 
-_PIECE = re.compile(r"\\[\\()\[\]]|[()\[\]]|:\s*([+-]?\d*\.?\d+)\s*\)|[^\\()\[\]:]+|.", re.DOTALL)
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)"
+_PIECE = re.compile(rf"\\[\\()\[\]]|[()\[\]]|:\s*({_NUMBER})\s*\)|[^\\()\[\]:]+|.", re.DOTALL)
+_OTHERS_SYNTAX = re.compile(rf"\bBREAK\b|<(?:lora|lyco|hypernet):[^<>]*>|\[[^\[\]]*:\s*{_NUMBER}\s*\]")
 
 
-def parse(prompt: str) -> list[tuple[str, float]]:
-    """A prompt as pieces of text with their weights, neighbours of equal weight joined.
+def parse(prompt: str) -> tuple[list[tuple[str, float]], list[str]]:
+    """Cut a prompt into pieces of text with their weights, neighbours of equal weight joined.
 
     Returns:
-        [(text, weight)], in order; [("", 1.0)] for an empty prompt.
-
-    Raises:
-        InputError: a weight that is negative or over 100.
+        (pieces, notices): [(text, weight)], in order; [("", 1.0)] for an empty prompt; and a line for each part that
+        looks like more than text and is none.
     """
     pieces: list[tuple[str, float]] = []
+    notices = [f"{match.group()} has no meaning here and is read as text" for match in _OTHERS_SYNTAX.finditer(prompt)]
     open_brackets: list[tuple[str, int]] = []  # (bracket, first piece inside it)
 
     def multiply(start: int, factor: float) -> None:
@@ -39,10 +39,12 @@ def parse(prompt: str) -> list[tuple[str, float]]:
         if piece in ("(", "["):
             open_brackets.append((piece, len(pieces)))
         elif number is not None and inside == "(":
-            weight = float(number)
-            if not 0 <= weight <= MOST:
-                raise InputError(f"prompt weight {number} in {prompt!r}: must be 0 to {MOST:g}")
-            multiply(open_brackets.pop()[1], weight)
+            start = open_brackets.pop()[1]
+            if 0 <= float(number) <= MOST:
+                multiply(start, float(number))
+            else:
+                pieces[start:] = [("(", 1.0), *pieces[start:], (piece, 1.0)]
+                notices.append(f"{number} in brackets is no weight from 0 to {MOST:g} and is read as text")
         elif number is not None:
             pieces.append((piece, 1.0))
         elif (inside, piece) in (("(", ")"), ("[", "]")):
@@ -51,7 +53,7 @@ def parse(prompt: str) -> list[tuple[str, float]]:
             pieces.append((piece[1:] if len(piece) == 2 and piece[0] == "\\" else piece, 1.0))
     for bracket, start in open_brackets:
         multiply(start, STEP if bracket == "(" else 1 / STEP)
-    return _joined(pieces) or [("", 1.0)]
+    return _joined(pieces) or [("", 1.0)], notices
 
 
 def _joined(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -1,68 +1,121 @@
 """Samplers as tables of coefficients: one row per call of the UNet, in NumPy.
 
 Every sampler here is a linear update of a small state whose coefficients depend on the noise schedule alone, so a
-sampler is data: `sampling.solvers` makes its rows, `models.loop` runs them. Adding one: a function there, a line in
-`SAMPLERS`, in `OPTIONS` and in `DEFAULTS`. No TensorFlow.
+sampler is data: `sampling.solvers` makes its rows, `models.loop` runs them. Adding one: a function there and an entry
+in `SAMPLERS`. No TensorFlow.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from models.config import SchedulerConfig
 from models.errors import InputError
+from models.steps import ROW_SIZE
 from pipeline.sampling import schedules, solvers
-from pipeline.sampling.schedules import DEFAULT, Options
-from pipeline.sampling.solvers import ROW_SIZE, Steps
+from pipeline.sampling.schedules import DEFAULT, Levels, Options
+from pipeline.sampling.solvers import Steps
 
-# Which noise levels a run visits, and what is computed between them.
-SAMPLERS = MappingProxyType(
-    {
-        "ddim": (schedules.timestep_levels, solvers.ddim),
-        "pndm": (schedules.timestep_levels, solvers.pndm),
-        "euler": (schedules.interpolated_levels, solvers.euler),
-        "euler_a": (schedules.interpolated_levels, solvers.euler_a),
-        "heun": (schedules.interpolated_levels, solvers.heun),
-        "lms": (schedules.interpolated_levels, solvers.lms),
-        "dpmpp_2m": (schedules.whole_levels, solvers.dpmpp_2m),
-        "dpmpp_2m_sde": (schedules.whole_levels, solvers.dpmpp_2m_sde),
-        "dpmpp_3m": (schedules.whole_levels, solvers.dpmpp_3m),
-        "unipc": (schedules.whole_levels, solvers.unipc),
-        "deis": (schedules.smallest_noise_levels, solvers.deis),
-        "lcm": (schedules.distilled_levels, solvers.lcm),
-    }
-)
-
-# The options each sampler takes.
 _LEVELS = ("timestep_spacing", "sigma_schedule", "timesteps", "sigmas")
-OPTIONS = MappingProxyType(
-    dict.fromkeys(SAMPLERS, _LEVELS)
-    | {"ddim": ("eta", "timestep_spacing", "timesteps"), "pndm": ("timestep_spacing",), "lcm": ("timesteps",)}
-)
 
-# The fields of SchedulerConfig each sampler reads, and what diffusers' class of the same sampler does when
-# scheduler_config.json lacks the key.
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """All there is to know about one sampler.
+
+    Attributes:
+        label: what AUTOMATIC1111 calls it.
+        class_name: of the scheduler in diffusers that asks for it; see `default_sampler`.
+        levels: chooses the noise levels a run visits.
+        rows: computes what is done between them, see `sampling.solvers`.
+        defaults: the fields of SchedulerConfig it reads, and what diffusers' class does when scheduler_config.json
+            lacks the key.
+        options: the fields of Options it takes.
+    """
+
+    label: str
+    class_name: str
+    levels: Callable[[SchedulerConfig, int, Options], Levels]
+    rows: Callable[[SchedulerConfig, Levels, Options], Steps]
+    defaults: Mapping[str, object]
+    options: tuple[str, ...] = _LEVELS
+
+
 _GRID = {"timestep_spacing": "linspace", "steps_offset": 0}
+_LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
 _SIGMAS = {**_GRID, "sigma_schedule": "uniform"}
 _MULTISTEP = {**_SIGMAS, "lower_order_final": True}
 _DPMPP = {**_MULTISTEP, "final_sigmas_type": "zero", "solver_type": "midpoint", "euler_at_final": False}
-DEFAULTS = MappingProxyType(
+_UNIPC = {**_MULTISTEP, "final_sigmas_type": "zero", "solver_order": 2, "solver_type": "bh2"}
+_LCM = {"original_inference_steps": 50, "timestep_scaling": 10.0}
+_DPM_SOLVER = "DPMSolverMultistepScheduler"
+
+SAMPLERS: Mapping[str, Sampler] = MappingProxyType(
     {
-        "ddim": {"timestep_spacing": "leading", "steps_offset": 0, "set_alpha_to_one": True},
-        "pndm": {"timestep_spacing": "leading", "steps_offset": 0, "set_alpha_to_one": False},
-        "euler": {**_SIGMAS, "final_sigmas_type": "zero"},
-        "euler_a": _GRID,
-        "heun": _SIGMAS,
-        "lms": _SIGMAS,
-        "dpmpp_2m": _DPMPP,
-        "dpmpp_2m_sde": _DPMPP,
-        "dpmpp_3m": _DPMPP,
-        "unipc": {**_MULTISTEP, "final_sigmas_type": "zero", "solver_order": 2, "solver_type": "bh2"},
-        "deis": {**_MULTISTEP, "solver_order": 2},
-        "lcm": {"original_inference_steps": 50, "timestep_scaling": 10.0},
+        "ddim": Sampler(
+            "DDIM",
+            "DDIMScheduler",
+            schedules.timestep_levels,
+            solvers.ddim,
+            {**_LEADING, "set_alpha_to_one": True},
+            ("eta", "timestep_spacing", "timesteps"),
+        ),
+        "pndm": Sampler(
+            "PLMS",
+            "PNDMScheduler",
+            schedules.timestep_levels,
+            solvers.pndm,
+            {**_LEADING, "set_alpha_to_one": False},
+            ("timestep_spacing",),
+        ),
+        "euler": Sampler(
+            "Euler",
+            "EulerDiscreteScheduler",
+            schedules.interpolated_levels,
+            solvers.euler,
+            {**_SIGMAS, "final_sigmas_type": "zero"},
+        ),
+        "euler_a": Sampler(
+            "Euler a", "EulerAncestralDiscreteScheduler", schedules.interpolated_levels, solvers.euler_a, _GRID
+        ),
+        "heun": Sampler("Heun", "HeunDiscreteScheduler", schedules.interpolated_levels, solvers.heun, _SIGMAS),
+        "lms": Sampler("LMS", "LMSDiscreteScheduler", schedules.interpolated_levels, solvers.lms, _SIGMAS),
+        "dpmpp_2m": Sampler("DPM++ 2M", _DPM_SOLVER, schedules.whole_levels, solvers.dpmpp_2m, _DPMPP),
+        "dpmpp_2m_sde": Sampler("DPM++ 2M SDE", _DPM_SOLVER, schedules.whole_levels, solvers.dpmpp_2m_sde, _DPMPP),
+        "dpmpp_3m": Sampler("DPM++ 3M", _DPM_SOLVER, schedules.whole_levels, solvers.dpmpp_3m, _DPMPP),
+        "unipc": Sampler("UniPC", "UniPCMultistepScheduler", schedules.whole_levels, solvers.unipc, _UNIPC),
+        "deis": Sampler(
+            "DEIS",
+            "DEISMultistepScheduler",
+            schedules.smallest_noise_levels,
+            solvers.deis,
+            {**_MULTISTEP, "solver_order": 2},
+        ),
+        "lcm": Sampler("LCM", "LCMScheduler", schedules.distilled_levels, solvers.lcm, _LCM, ("timesteps",)),
     }
 )
+
+
+def default_sampler(scheduler: SchedulerConfig) -> tuple[str, str | None]:
+    """Return the sampler for a checkpoint with this scheduler.
+
+    Returns:
+        (name, notice): name is a key of SAMPLERS; notice is one line where the class is not available and another
+        sampler stands in for it, else None.
+    """
+    asked = f"the checkpoint asks for {scheduler.class_name}"
+    if scheduler.class_name == _DPM_SOLVER:
+        sde, order = scheduler.algorithm_type == "sde-dpmsolver++", scheduler.solver_order or 2
+        name = {(False, 3): "dpmpp_3m", (True, order): "dpmpp_2m_sde"}.get((sde, order), "dpmpp_2m")
+        fits = order == 2 or name == "dpmpp_3m"
+        return name, None if fits else f"{asked} of order {order}; using {name}, of order 2"
+    for name, sampler in SAMPLERS.items():
+        if sampler.class_name == scheduler.class_name:
+            return name, None
+    stand_in = "a deterministic sampler for the same noise schedule"
+    return "ddim", f"{asked}, which is not available; using ddim, {stand_in}"
 
 
 def steps(
@@ -72,7 +125,7 @@ def steps(
     options: Options = DEFAULT,
     first_step: int | None = None,
 ) -> Steps:
-    """The run of a sampler as data.
+    """Make the run of a sampler, as data.
 
     Args:
         name: a key of `SAMPLERS`.
@@ -90,8 +143,8 @@ def steps(
     """
     _check_name(name)
     for field in dataclasses.fields(Options):
-        if getattr(options, field.name) != field.default and field.name not in OPTIONS[name]:
-            able = ", ".join(other for other in SAMPLERS if field.name in OPTIONS[other])
+        if getattr(options, field.name) != field.default and field.name not in SAMPLERS[name].options:
+            able = ", ".join(other for other, sampler in SAMPLERS.items() if field.name in sampler.options)
             raise InputError(f"{name} has no {field.name}; samplers with it: {able}")
     if options.num_steps is not None:
         ways = [options.timesteps, options.sigmas, options.sigma_schedule or options.timestep_spacing]
@@ -102,8 +155,8 @@ def steps(
     if first_step is not None and not 0 <= first_step < num_steps:
         raise InputError(f"first_step is {first_step}, expected 0 to {num_steps - 1} for {num_steps} steps")
     config = resolved(name, config, options)
-    find_levels, solve = SAMPLERS[name]
-    return solve(config, find_levels(config, num_steps, options).from_step(first_step), options)
+    levels = SAMPLERS[name].levels(config, num_steps, options).from_step(first_step)
+    return SAMPLERS[name].rows(config, levels, options)
 
 
 def steps_table(
@@ -114,7 +167,7 @@ def steps_table(
     options: Options = DEFAULT,
     first_step: int | None = None,
 ) -> tuple[Steps, np.ndarray]:
-    """The steps of a run, and its table at the fixed size an export takes.
+    """Make the steps of a run, and its table at the fixed size an export takes.
 
     Args:
         max_steps: rows of the export's table. For the others see `steps`.
@@ -140,7 +193,7 @@ def steps_table(
 
 
 def notices(name: str, config: SchedulerConfig, options: Options = DEFAULT) -> list[str]:
-    """What the user should know about settings that the checkpoint's scheduler file leaves open.
+    """Return what the user should know about settings that the checkpoint's scheduler file leaves open.
 
     Returns:
         No line when the file and the options say everything that sampler `name` reads, else one.
@@ -154,7 +207,7 @@ def notices(name: str, config: SchedulerConfig, options: Options = DEFAULT) -> l
         config = dataclasses.replace(config, timestep_spacing=spacing)
     absent = [
         f"{key} = {value!r}"
-        for key, value in DEFAULTS[name].items()
+        for key, value in SAMPLERS[name].defaults.items()
         if getattr(config, key) is None and not (key == "steps_offset" and spacing != "leading")
     ]
     if not absent:
@@ -163,13 +216,13 @@ def notices(name: str, config: SchedulerConfig, options: Options = DEFAULT) -> l
 
 
 def resolved(name: str, config: SchedulerConfig, options: Options = DEFAULT) -> SchedulerConfig:
-    """The same schedule as sampler `name` reads it: the user's options, the file, else its class's defaults.
+    """Return the same schedule as sampler `name` reads it: the user's options, the file, else its class's defaults.
 
     What the sampler does not read is None, and its sigma_schedule "uniform": a file's Karras sigmas are meant for the
     classes that have them.
     """
-    known = DEFAULTS[name]
-    every = {key for keys in DEFAULTS.values() for key in keys}
+    known = SAMPLERS[name].defaults
+    every = {key for sampler in SAMPLERS.values() for key in sampler.defaults}
     read = {key: getattr(config, key) if key in known else None for key in every}
     read = {key: known.get(key) if value is None else value for key, value in read.items()}
     read["sigma_schedule"] = options.sigma_schedule or read["sigma_schedule"] or "uniform"

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 
 from models.errors import InputError
-from pipeline.manifest import Functions
-from pipeline.sampling import samplers, schedules, solvers
+from models.steps import ROW
+from pipeline.manifest import Manifest
+from pipeline.sampling import samplers, schedules
 from pipeline.sampling.schedules import Options
 
 
@@ -33,7 +34,7 @@ STRENGTH = 0.8  # diffusers' default
 
 
 def settings(
-    functions: Functions,
+    manifest: Manifest,
     sampler: str | None = None,
     num_steps: int | None = None,
     guidance_scale: float | None = None,
@@ -44,13 +45,12 @@ def settings(
     strength: float | None = None,
     image_to_image: bool = False,
 ) -> Settings:
-    """Settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
+    """Return settings with the export's defaults for whatever is None; a list in `options` has its own number of steps.
 
     Raises:
-        InputError: an unknown sampler, an option it does not take, a step count outside the export's 1..max_steps, a
-            guidance that is no finite number, or a strength that leaves no step or comes without a picture.
+        InputError: a guidance that is no finite number, or a strength that leaves no step or comes without a picture.
     """
-    defaults = functions.manifest.config.defaults
+    defaults = manifest.config.defaults
     if num_steps is None:
         num_steps = defaults.num_steps if options.num_steps is None else options.num_steps
     chosen = Settings(
@@ -74,7 +74,6 @@ def settings(
             f"{chosen.guidance_end:g}"
         )
     _check_strength(chosen, image_to_image)
-    table(functions, chosen)
     return chosen
 
 
@@ -92,20 +91,20 @@ def _check_strength(chosen: Settings, image_to_image: bool) -> None:
         )
 
 
-def table(functions: Functions, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
-    """The steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
+def table(manifest: Manifest, chosen: Settings) -> tuple[samplers.Steps, np.ndarray]:
+    """Return the steps of a run and their table f32[S, 39]; rows outside the guidance interval have g = 0.
 
     The interval is Kynkäänniemi et al. 2024, arXiv:2404.07724, in fractions of the run.
 
     Raises:
-        InputError: there is no such run.
+        InputError: an unknown sampler, an option it does not take, or a step count outside the export's 1..max_steps.
     """
-    spec, scheduler = functions.manifest.spec, functions.manifest.config.scheduler
+    spec, scheduler = manifest.spec, manifest.config.scheduler
     steps, rows = samplers.steps_table(
-        *(chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options, chosen.first_step)
+        chosen.sampler, scheduler, chosen.num_steps, spec.max_steps, chosen.options, chosen.first_step
     )
     position = np.arange(len(steps.rows)) / len(steps.rows)
     outside = (position < chosen.guidance_start) | (position >= chosen.guidance_end)
     for filled in (steps.rows, rows):
-        filled[: len(position)][outside, solvers.ROW["g"]] = 0.0
+        filled[: len(position)][outside, ROW["g"]] = 0.0
     return steps, rows

@@ -1,38 +1,19 @@
 """What each sampler computes: one row of coefficients per call of the UNet.
 
-The state is z0..z4: z0 the latent in variance-preserving scale, z1..z4 memory. One row says
-
-    out      = guided output of the UNet at (z0, timestep), guidance = 1 + g * max(guidance_scale - 1, 0)
-    denoised = p * z0 + q * out
-    z        = A z + B denoised + C noise(seed, row)
-
-Below, every quantity of a step is a vector of its weights in (z0, ..., z4, denoised), float64[6], so that the papers'
-formulas can be written as they are; the next z0..z4 in these weights are the row. No TensorFlow.
+`models.steps` says what a row holds. Below, every quantity of a step is a vector of its weights in (z0, ..., z4,
+denoised), float64[6], so that the papers' formulas can be written as they are; the next z0..z4 in these weights are the
+row. No TensorFlow.
 """
 
 import dataclasses
 from math import factorial
-from types import MappingProxyType
 
 import numpy as np
 
 from models.config import SchedulerConfig
 from models.errors import InputError
+from models.steps import ROW, ROW_SIZE, STATE
 from pipeline.sampling.schedules import Levels, Options
-
-STATE = 5
-ROW = MappingProxyType(
-    {
-        "timestep": slice(0, 1),
-        "p": slice(1, 2),
-        "q": slice(2, 3),
-        "g": slice(3, 4),
-        "A": slice(4, 29),  # [5, 5] row-major: A[i, j] takes z_j into the next z_i
-        "B": slice(29, 34),  # [5]
-        "C": slice(34, 39),  # [5]
-    }
-)
-ROW_SIZE = 39
 
 # The weights of the state's parts themselves: z0, (z1, z2, z3, z4), denoised.
 X, *MEMORY, DENOISED = np.eye(STATE + 1)
@@ -47,7 +28,7 @@ class Steps:
     Attributes:
         signal: weight of a clean latent at the start.
         noise: weight of the initial noise; 1 up to the oddities of the sampler.
-        rows: float32[rows, 39], one per call of the UNet, in order; see `ROW`.
+        rows: float32[rows, 39], one per call of the UNet, in order; see `models.steps`.
     """
 
     signal: float

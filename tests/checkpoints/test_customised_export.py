@@ -127,7 +127,7 @@ def test_prompts_reach_the_new_rows(customised, by_hand):
 
 def test_pictures_name_the_lora(customised, files, tmp_path):
     functions = load.local(customised)
-    chosen = generate.settings(functions, num_steps=2)
+    chosen = generate.settings(functions.manifest, num_steps=2)
     image = generate.generate(functions, "a <cat-x>", num_steps=2)[0]
     text = png.parameters(functions, "a <cat-x>", None, 0, chosen, 3.0)
     written = Image.open(png.save(image, 0, text, tmp_path)).text["parameters"]

@@ -1,7 +1,9 @@
 """The commands as users run them: what goes wrong is one clear line and exit code 1, never a traceback."""
 
+import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from absl import flags
 from absl.testing import flagsaver
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -88,7 +91,18 @@ def test_arguments_of_generate(run_command, no_tensorflow, tiny_export, argument
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
-        ("pipeline.generate", ["a cat", "--num_step", "5"], "Unknown command line flag 'num_step'"),
+        ("pipeline.generate", ["a cat", "--num_step", "5"], "Did you mean: num_steps"),
+        (
+            "pipeline.generate",
+            ["a cat", "--steps", "5"],
+            "Unknown command line flag 'steps'; did you mean --num_steps?",
+        ),
+        ("pipeline.generate", ["--prompt", "a cat"], "prompts are given without a flag: python -m pipeline.generate"),
+        ("pipeline.generate", ["--prompt=a cat"], "prompts are given without a flag: python -m pipeline.generate"),
+        ("pipeline.generate", ["caf\udce9"], "expected arguments in UTF-8, found b'caf"),
+        ("pipeline.generate", ["a cat", "--negative_prompt", "\udcff"], "expected arguments in UTF-8"),
+        ("pipeline.generate", ["a cat", "--output=\udcff"], "expected arguments in UTF-8"),
+        ("serialize_savedmodels.py", ["--checkpoint=\udcff"], "expected arguments in UTF-8"),
         ("pipeline.generate", ["a cat", "--num_steps", "many"], "flag --num_steps=many"),
         ("pipeline.generate", ["a cat", "--sampler", "plms2"], "flag --sampler=plms2: value should be one of"),
         ("pipeline.generate", ["a cat", "--num_images", "0"], "flag --num_images=0"),
@@ -98,7 +112,63 @@ def test_arguments_of_generate(run_command, no_tensorflow, tiny_export, argument
 )
 def test_flags_that_do_not_exist_or_do_not_parse(run_command, no_tensorflow, target, arguments, message):
     run = run_command(target, *arguments)
-    assert run.returncode == 1 and message in run.stderr and "Traceback" not in run.stderr
+    assert message in error_line(run) and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["pipeline.generate", "pipeline.manifest", "serialize_savedmodels.py"])
+@pytest.mark.parametrize("flag", ["--help", "-h", "--helpfull"])
+def test_help(run_command, no_tensorflow, target, flag):
+    run = run_command(target, "a cat", flag)
+    assert run.returncode == 0 and run.stderr == ""
+    assert target.removesuffix(".py") in run.stdout and "\n  --" in run.stdout
+    if target == "pipeline.generate":
+        assert run.stdout.startswith("Draw pictures from prompts")
+        assert "\n  --num_steps\n        Denoising steps. Default: the export's.\n" in run.stdout
+
+
+# What is written at the end is tried before TensorFlow starts.
+OUTPUTS = [
+    (["--output", "FOLDER/file"], "--output .*/file: cannot be written .File exists"),
+    (["--output", "FOLDER/file/below"], "--output .*/file/below: cannot be written .Not a directory"),
+    (["--sheet", "FOLDER/file/sheet.png"], "--sheet .*/file: cannot be written"),
+    (["--sheet", "FOLDER"], "--sheet .*: cannot be written .Is a directory"),
+    (["--output", "FOLDER/taken", "--preview_every", "1"], "--output .*/previews: cannot be written .File exists"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), OUTPUTS)
+def test_what_cannot_be_written_is_refused_first(run_command, no_tensorflow, tiny_export, tmp_path, arguments, message):
+    folder = tmp_path / "out"
+    (folder / "taken").mkdir(parents=True)
+    for path in (folder / "file", folder / "taken" / "previews"):
+        path.write_text("mine")
+    arguments = [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    run = run_command("pipeline.generate", "a cat", "--models", tiny_export, "--output", folder, *arguments)
+    assert re.search(message, error_line(run)), run.stderr
+    assert {p.name for p in folder.rglob("*")} == {"taken", "file", "previews"}
+
+
+def test_the_home_folder_in_flags(run_command, no_tensorflow, monkeypatch, tmp_path):
+    """Also where no shell has replaced it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = run_command("pipeline.generate", "a cat", "--models=~/none")
+    assert error_line(run).startswith(f"error: {tmp_path}/none: no such folder")
+    run = run_command("pipeline.generate", "a cat", "--prompts_file=~/none.txt")
+    assert f"--prompts_file {tmp_path}/none.txt: cannot be read" in error_line(run)
+
+
+def test_path_flags(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = flags.FlagValues()
+    monkeypatch.setattr(flags, "DEFINE", functools.partial(flags.DEFINE, flag_values=values))
+    monkeypatch.setattr(flags, "DEFINE_multi", functools.partial(flags.DEFINE_multi, flag_values=values))
+    cli.define_path("one", None, "")
+    cli.define_path("other", "~/default", "")
+    cli.define_paths("list", "exports/emoji", "")
+    cli.define_multi_path("several", "")
+    values(["", "--one=~/a", "--list=~/a,b,~/c", "--several=~/a:0.5", "--several", "b"])
+    assert (values.one, values.other) == ("/home/me/a", "/home/me/default")
+    assert (values.list, values.several) == (["/home/me/a", "b", "/home/me/c"], ["/home/me/a:0.5", "b"])
 
 
 def test_the_manifest_command(run_command, no_tensorflow, tiny_export, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 
 from models.errors import InputError
 from pipeline import generate, load
+from pipeline.commands import generate as command
 from pipeline.images import png
 
 CUTS = [
@@ -56,7 +57,8 @@ def test_previews_and_finished_pictures(functions):
 def test_a_preview_is_the_denoised_latent(functions):
     seen = {}
     first = generate.generate(
-        *(functions, "a"),
+        functions,
+        "a",
         seed=5,
         num_steps=2,
         num_images=1,
@@ -64,16 +66,11 @@ def test_a_preview_is_the_denoised_latent(functions):
         preview_every=1,
     )
     assert seen[0].shape == first[0].shape and not np.array_equal(seen[0], first[0])
-    # With one step the picture is what the loop sees as the picture then.
-    chosen = generate.settings(functions, num_steps=2)
-    contexts = generate.encode(
-        functions,
-        generate.tokenizer.of_export(functions.manifest.folder, functions.manifest.config),
-        ["a"] * 2,
-        [None] * 2,
+    run = generate.plan(functions.manifest, "a", seed=5, num_steps=2, num_images=1)
+    contexts, denoised = generate.encode(functions, run, run.calls[0]), []
+    generate.denoise(
+        functions, run, run.calls[0], contexts, preview=lambda row, latent: denoised.append(latent), preview_every=1
     )
-    denoised = []
-    generate.denoise(functions, contexts, [5] * 4, chosen, preview=lambda row, d: denoised.append(d), preview_every=1)
     np.testing.assert_array_equal(generate.decode(functions, denoised[0])[0], seen[0])
 
 
@@ -93,3 +90,18 @@ def test_previews_are_replaced(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="previews: cannot write previews there"):
         png.save_preview(images[0], "x", tmp_path / "file")
+
+
+# === Files of prompts ===
+
+
+def test_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffa red apple\r\n\n  \nein Käse\n".encode())
+    assert command.read_prompts(str(path)) == ["a red apple", "ein Käse"]
+    for content, message in ((b"\n \n", "holds no prompt"), (b"\xff\xfe", "cannot be read as UTF-8 text")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            command.read_prompts(str(path))
+    with pytest.raises(InputError, match=r"--prompts_file .*none\.txt: cannot be read"):
+        command.read_prompts(str(tmp_path / "none.txt"))

@@ -15,11 +15,11 @@ from models import endpoints
 from models.errors import InputError
 from models.export_spec import ExportSpec, Size
 from models.families import FAMILIES
+from models.steps import ROW, STATE
 from pipeline import export, generate, load, manifest
 from pipeline.checkpoints import source as sources
-from pipeline.images import read as images
+from pipeline.images import picture as images
 from pipeline.sampling import noise, samplers, settings
-from pipeline.sampling.solvers import ROW, STATE
 from pipeline.savedmodel import publish, signatures
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,8 @@ def test_the_picture_as_diffusers_prepares_it(picture):
 
 
 def test_the_encoder_against_diffusers(functions, picture):
-    mean, std = images.encode(functions, picture)
+    run = generate.plan(functions.manifest, PROMPTS, init_image=picture, num_steps=4)
+    mean, std = generate.encode_image(functions, run)
     for found, expected in ((mean, GOLDENS["mean"]), (std, GOLDENS["std"])):
         assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -202,10 +203,10 @@ def test_whole_runs_against_diffusers(functions, picture, case):
     expected = GOLDENS["latents"][case]
     assert np.abs(latents[0] - expected).max() < 1e-4 * np.abs(expected).max()
     assert np.abs(drawn[0].astype(int) - GOLDENS["pictures"][case]).max() <= 1
-    chosen = settings.settings(functions, sampler, num_steps, strength=strength, image_to_image=True)
+    chosen = settings.settings(functions.manifest, sampler, num_steps, strength=strength, image_to_image=True)
     end = GOLDENS["calls"][: case + 1].sum()
     told = GOLDENS["timesteps"][end - GOLDENS["calls"][case] : end]
-    np.testing.assert_array_equal(settings.table(functions, chosen)[0].rows[:, 0], told)
+    np.testing.assert_array_equal(settings.table(functions.manifest, chosen)[0].rows[:, 0], told)
 
 
 # === Seeds, batches, pictures ===
@@ -256,13 +257,15 @@ def test_half_the_work_without_guidance(functions):
 
 def test_strength_in_steps(functions):
     def first(num_steps, strength):
-        return settings.settings(functions, "ddim", num_steps, strength=strength, image_to_image=True).first_step
+        return settings.settings(
+            functions.manifest, "ddim", num_steps, strength=strength, image_to_image=True
+        ).first_step
 
     # diffusers' rounding: 10 * 0.75 is 7.5, 20 * 0.29 is 5.8.
     assert [first(10, s) for s in (1.0, 0.75, 0.3, 0.1)] == [0, 3, 7, 9]
     assert [first(20, s) for s in (0.29, 0.05)] == [15, 19]
     assert first(10, None) == 2
-    plain = settings.settings(functions, num_steps=4)
+    plain = settings.settings(functions.manifest, num_steps=4)
     assert plain.strength is None and plain.first_step is None
 
 
@@ -281,12 +284,9 @@ def test_strengths_that_make_no_sense(functions, strength, match):
         draw(functions, num_steps=10, strength=strength)
 
 
-def test_strength_without_a_picture_and_the_reverse(functions):
+def test_strength_without_a_picture(functions):
     with pytest.raises(InputError, match="strength is 0.5, but there is no init_image to change"):
         draw(functions, None)
-    chosen = settings.settings(functions, num_steps=4, strength=0.5, image_to_image=True)
-    with pytest.raises(InputError, match="a strength needs a picture to start from, and a picture a strength"):
-        generate.denoise(functions, {}, [1, 2], chosen)
 
 
 def test_pictures_that_cannot_be_used(functions, tmp_path):
@@ -306,10 +306,10 @@ def test_exports_without_an_image_encoder(tiny_export):
 def test_how_the_picture_was_made(functions):
     from pipeline.images import png
 
-    chosen = settings.settings(functions, "ddim", 10, strength=0.6, image_to_image=True)
+    chosen = settings.settings(functions.manifest, "ddim", 10, strength=0.6, image_to_image=True)
     assert "Steps: 10, Sampler: DDIM" in (text := png.parameters(functions, "a", None, 1, chosen, 3.0))
     assert ", Denoising strength: 0.6, " in text
-    text = png.parameters(functions, "a", None, 1, settings.settings(functions, "ddim", 10), 3.0)
+    text = png.parameters(functions, "a", None, 1, settings.settings(functions.manifest, "ddim", 10), 3.0)
     assert "strength" not in text
 
 

@@ -1,6 +1,11 @@
 """PNG files that say how they were made and never replace one another."""
 
+import dataclasses
+import errno
+import io
+import json
 import os
+import re
 import struct
 
 import numpy as np
@@ -8,7 +13,7 @@ import pytest
 from PIL import Image
 
 from models.errors import InputError
-from pipeline import generate, load
+from pipeline import generate, load, manifest
 from pipeline.images import png
 
 
@@ -38,18 +43,44 @@ def test_numbers_go_on_and_nothing_is_overwritten(tmp_path):
 
 def test_another_process_may_take_the_number_in_between(tmp_path, monkeypatch):
     """The next free one is taken; the other's picture stays."""
-    link = os.link
-
-    def taken(source, target):
-        if not calls:
-            target.write_text("theirs")
-        calls.append(target)
-        link(source, target)
-
-    calls = []
-    monkeypatch.setattr(png.os, "link", taken)
+    (tmp_path / "00000-1.png").write_text("theirs")
+    monkeypatch.setattr(png.Path, "glob", lambda *_: iter(()))  # as if it had come after the look around
     assert png.save(PICTURE, 1, "a", tmp_path).name == "00001-1.png"
     assert (tmp_path / "00000-1.png").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_file_systems_without_links(tmp_path, monkeypatch, number):
+    """exFAT, cloud drives and the like."""
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    for name in ("link", "symlink"):
+        monkeypatch.setattr(os, name, refuse)
+    assert png.save(PICTURE, 1, "a", tmp_path).name == "00000-1.png"
+    assert png.save_preview(PICTURE, "1-0001", tmp_path).name == "1-0001.png"
+    assert sorted(p.name for p in tmp_path.rglob("*.png")) == ["00000-1.png", "1-0001.png"]
+    with Image.open(tmp_path / "00000-1.png") as image:
+        np.testing.assert_array_equal(np.array(image), PICTURE)
+
+
+def test_what_could_not_be_written_whole_is_not_left_behind(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(path, mode="r", *arguments, **others):
+        path.touch()
+        return Full()
+
+    monkeypatch.setattr(png.Path, "open", fill)
+    with pytest.raises(InputError, match="cannot write pictures there \\(No space left on device\\)"):
+        png.save(PICTURE, 1, "a", tmp_path)
+    monkeypatch.setattr(png.os, "replace", lambda *_: Full().write(b""))
+    with pytest.raises(InputError, match="cannot write previews there \\(No space left on device\\)"):
+        png.save_preview(PICTURE, "1-0001", tmp_path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["previews"]
 
 
 def chunks(path):
@@ -74,14 +105,15 @@ def test_the_picture_and_its_text_come_back(tmp_path, text, kind):
 def parsed(text):
     """As AUTOMATIC1111's readers take it apart: prompt, negative prompt, fields of the last line."""
     *lines, last = text.split("\n")
-    fields = dict(item.split(": ", 1) for item in last.split(", "))
+    items = re.findall(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)', last)
+    fields = {key: json.loads(value) if value[:1] == '"' else value for key, value in items}
     prompt = [line for line in lines if not line.startswith("Negative prompt: ")]
     negative = [line.removeprefix("Negative prompt: ") for line in lines if line.startswith("Negative prompt: ")]
     return "\n".join(prompt), "\n".join(negative), fields
 
 
 def test_parameters(functions):
-    chosen = generate.settings(functions, "euler", 5, 7.5)
+    chosen = generate.settings(functions.manifest, "euler", 5, 7.5)
     text = png.parameters(functions, "a cat, red", "dog", 2**40, chosen, 7.5)
     prompt, negative, fields = parsed(text)
     assert (prompt, negative) == ("a cat, red", "dog")
@@ -96,6 +128,21 @@ def test_parameters(functions):
         "RNG": "NV",
     }
     assert parsed(png.parameters(functions, "a cat", None, 1, chosen, 7.5))[1] == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["plain name-1.5", "a, CFG scale: 99", "time: 10:30", 'say "x"', '"x"', "two\nlines", "back\\slash, ü猫"]
+)
+def test_any_name_of_a_model_leaves_the_other_fields_alone(functions, name):
+    vae = manifest.ReplacedVae(name, "0" * 64)
+    contract = dataclasses.replace(functions.manifest, checkpoint=name, vae=vae)
+    chosen = generate.settings(contract, "euler", 5, 7.5)
+    text = png.parameters(dataclasses.replace(functions, manifest=contract), "a", None, 1, chosen, 7.5)
+    fields = parsed(text)[2]
+    assert (fields["Model"], fields["VAE"], fields["CFG scale"], fields["RNG"]) == (name, name, "7.5", "NV")
+    names = "Steps, Sampler, CFG scale, Seed, Size, Model, Model hash, VAE hash, VAE, RNG"
+    assert ", ".join(fields) == names
+    assert (f", Model: {name}, " in text) == (name == "plain name-1.5")
 
 
 def test_folders_that_cannot_be_written(tmp_path):

@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from models.errors import InputError
 from models.export_spec import ExportSpec
+from models.steps import MEMORY
 from pipeline import export, generate, load, manifest
 from pipeline.checkpoints import diffusers_config, diffusers_folder
 from pipeline.checkpoints import source as sources
 from pipeline.prompts import tokenizer
-from pipeline.sampling import settings, solvers
+from pipeline.sampling import settings
 from pipeline.savedmodel.signatures import concrete_function
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
@@ -92,8 +93,8 @@ def close(found, expected, bar=1e-5):
 
 
 def contexts_of(functions, expected, negatives):
-    words = tokenizer.of_export(functions.manifest.folder, functions.manifest.config)
-    return generate.encode(functions, words, [str(p) for p in expected["prompts"]], negatives)
+    run = generate.plan(functions.manifest, [str(p) for p in expected["prompts"]], negatives, num_images=1)
+    return generate.encode(functions, run, run.calls[0])
 
 
 @pytest.mark.parametrize("case", ["sd2", "sdxl", "lcm"])
@@ -122,13 +123,13 @@ def test_components(exported, signatures, case):
 def test_chain_step_by_step(exported, case, chain):
     functions, expected = exported(case), golden(case)
     how = json.loads(str(expected["chains"]))[chain]
-    chosen = settings.settings(functions, how["sampler"], how["num_steps"], how["guidance_scale"])
-    steps, rows = settings.table(functions, chosen)
+    chosen = settings.settings(functions.manifest, how["sampler"], how["num_steps"], how["guidance_scale"])
+    steps, rows = settings.table(functions.manifest, chosen)
     np.testing.assert_array_equal(rows[: len(steps.rows), 0], expected[f"{chain}/timesteps"].astype("float32"))
     negatives = how.get("negative_prompts", expected["negative_prompts"].tolist()) or [None]
     contexts = contexts_of(functions, expected, negatives)
     latent = np.float32(steps.noise) * expected["noise"]
-    state = {"latent": latent, "memory": np.zeros((solvers.STATE - 1, *latent.shape), "float32")}
+    state = {"latent": latent, "memory": np.zeros((MEMORY, *latent.shape), "float32")}
     scale, seed = np.float32([chosen.guidance_scale]), np.int32([[how.get("seed", 0), 0]])
     for i, wanted in enumerate(expected[f"{chain}/latents"]):
         step = {"steps": rows, "first_step": np.int32(i), "last_step": np.int32(i + 1), "seed": seed}

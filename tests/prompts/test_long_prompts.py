@@ -41,25 +41,27 @@ def test_what_finds_no_place_is_quoted(words, count, dropped):
 
 
 def test_weights_stand_at_their_tokens(words):
-    tokens = words.encode("a (red:1.5) apple [apple]", weighting=True)
+    tokens = words.encode("a (red:1.5) apple [apple]", weigh=True)
     assert tokens.ids[:6].tolist() == [BOS, 320, RED, APPLE, APPLE, EOS]
     np.testing.assert_allclose(tokens.weights[:6], [1, 1, 1.5, 1, 1 / 1.1, 1], rtol=1e-6)
     assert (tokens.weights[6:] == 1).all() and tokens.weights.dtype == np.float32
     # Without weighting brackets are text; without brackets weighting changes nothing.
     assert words.encode("a (red:1.5) apple").ids[2] != RED
-    assert words.encode("a red apple", weighting=True).ids.tolist() == words.encode("a red apple").ids.tolist()
+    assert words.encode("a red apple", weigh=True).ids.tolist() == words.encode("a red apple").ids.tolist()
 
 
 def test_dropped_text_goes_on_over_pieces(words):
     prompt = " ".join(["apple"] * 75) + " (red) apple, (red:2)"
-    assert words.encode(prompt, weighting=True).dropped == "red apple, red"
+    assert words.encode(prompt, weigh=True).dropped == "red apple, red"
 
 
 def test_bad_prompts_with_weights(words):
-    with pytest.raises(InputError, match="prompt weight 900"):
-        words.encode("(red:900)", weighting=True)
+    _, weights, notices = words.weigh_batch(["a", "(red:900)"])
+    assert (weights == 1).all() and notices == [
+        "prompt 2: 900 in brackets is no weight from 0 to 5 and is read as text"
+    ]
     with pytest.raises(InputError, match="prompt has 9000 bytes"):
-        words.encode("(" * 9000, weighting=True)
+        words.encode("(" * 9000, weigh=True)
 
 
 @pytest.fixture(scope="module")

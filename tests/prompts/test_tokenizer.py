@@ -172,9 +172,29 @@ def test_a_huge_prompt(clip):
         clip.encode("語" * 2731)
 
 
-def test_text_that_is_no_valid_unicode_is_repaired(clip):
-    assert clip.encode("a \ud800 cat").ids[0] == BOS
+def test_bytes_that_are_no_text_are_refused_and_control_characters_dropped(clip):
+    for prompt in ("caf\udce9", "a \ud800 cat"):  # what Python makes of a command line's bytes that are no UTF-8
+        with pytest.raises(InputError, match=r"prompt '.*\\ud.*' is no UTF-8 text; type it again"):
+            clip.encode(prompt)
     assert clip.encode("\x00\x01").ids[:2].tolist() == [BOS, EOS]
+
+
+@pytest.mark.parametrize("form", ["added_tokens.json", "tokenizer.json"])
+def test_learned_tokens_have_their_ids(folder, form):
+    """As a pipeline with a textual inversion is saved: one more token, one more row of the text encoder."""
+    if form == "added_tokens.json":
+        (folder / form).write_text('{"<cat-toy>": 49408, "<|endoftext|>": 49407}')
+    else:
+        (folder / "merges.txt").unlink()
+        write_tokenizer_json(folder / form, added_tokens=[{"id": 49408, "content": "<cat-toy>"}])
+    learned = tokenizer.load(folder)
+    assert learned.vocab_size == 49409
+    assert learned.encode("cat <cat-toy> <Cat-Toy>,").ids[:6].tolist() == [BOS, 2368, 49408, 49408, 267, EOS]
+    # And those of embeddings that an export adds beside them.
+    (folder / "textual_inversion.json").write_text('{"<mine>": [49409, 49410]}')
+    both = tokenizer.load(folder)
+    assert both.encode("<mine><cat-toy>").ids[:5].tolist() == [BOS, 49409, 49410, 49408, EOS]
+    assert both.vocab_size == 49411
 
 
 def damage_nothing_there(folder):
@@ -244,7 +264,7 @@ def damage_pad_kind(folder):
 
 
 def damage_added(folder):
-    (folder / "added_tokens.json").write_text('{"<my-style>": 49408}')
+    (folder / "added_tokens.json").write_text('{"<my-style>": 49407}')
 
 
 @pytest.mark.parametrize(
@@ -264,7 +284,7 @@ def damage_added(folder):
         (damage_binary, r"merges.txt: expected a list of merges in UTF-8"),
         (damage_pad, r"pad_token '<pad>' is not in the vocabulary"),
         (damage_pad_kind, r"tokenizer_config.json: pad_token should be text"),
-        (damage_added, r"added tokens are not supported, found \['<my-style>'\]"),
+        (damage_added, r"the added token '<my-style>' should have a number of its own, found 49407"),
     ],
 )
 def test_damaged_folders(folder, damage, message):
@@ -287,7 +307,7 @@ def test_a_missing_folder(tmp_path):
         ({"model": {"vocab": {"a": 0}, "merges": [["a"]]}}, "a merge should be two tokens"),
         ({"added_tokens": [{"id": 1}]}, "added_tokens or padding is damaged"),
         ({"padding": "yes"}, "added_tokens or padding is damaged"),
-        ({"added_tokens": [{"id": 49408, "content": "<x>"}]}, r"added tokens are not supported, found \['<x>'\]"),
+        ({"added_tokens": [{"id": "5", "content": "<x>"}]}, "the added token '<x>' should have a number of its own"),
     ],
 )
 def test_damaged_tokenizer_json(tmp_path, changes, message):

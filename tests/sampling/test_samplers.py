@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from models.errors import InputError
-from models.families import FAMILIES, SAMPLERS_OF_CLASSES, default_sampler
+from models.families import FAMILIES
+from models.steps import ROW
 from pipeline.sampling import samplers
-from pipeline.sampling.samplers import DEFAULTS, OPTIONS, SAMPLERS, steps_table
+from pipeline.sampling.samplers import SAMPLERS, default_sampler, steps_table
 from pipeline.sampling.schedules import Options
-from pipeline.sampling.solvers import ROW, Steps
+from pipeline.sampling.solvers import Steps
 
 SD1 = FAMILIES["sd1"].scheduler
 
@@ -23,14 +24,12 @@ def grid(name, config, n, **options):
     return samplers.steps(name, config, n, Options(**options)).rows[:, 0].tolist()
 
 
-def test_tables_agree():
-    assert SAMPLERS.keys() == OPTIONS.keys() == DEFAULTS.keys()
+def test_options_are_what_samplers_read():
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert {option for options in OPTIONS.values() for option in options} == fields
-    for name in SAMPLERS:
-        # A user may choose only what the sampler reads.
-        assert ("timestep_spacing" in OPTIONS[name]) == ("timestep_spacing" in DEFAULTS[name])
-        assert name in {*SAMPLERS_OF_CLASSES.values(), "dpmpp_3m", "dpmpp_2m_sde"}
+    assert {option for sampler in SAMPLERS.values() for option in sampler.options} == fields
+    for sampler in SAMPLERS.values():
+        assert ("timestep_spacing" in sampler.options) == ("timestep_spacing" in sampler.defaults)
+    assert len({sampler.label for sampler in SAMPLERS.values()}) == len(SAMPLERS)
 
 
 def test_steps_table_pads_with_nan_so_that_unused_rows_cannot_draw():
@@ -102,7 +101,7 @@ def test_bad_requests(name, n, options, message):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_counts_beyond_the_schedule(name):
     most = {"lcm": 50, "dpmpp_2m": 999}.get(name, None)
-    most = most or (999 if "lower_order_final" in DEFAULTS[name] else 1000)
+    most = most or (999 if "lower_order_final" in SAMPLERS[name].defaults else 1000)
     with pytest.raises(InputError, match=f"between 1 and {most}, found {most + 1}; {most} is the limit"):
         steps_table(name, SD1, most + 1, 2000)
     if name != "lcm":

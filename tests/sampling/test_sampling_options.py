@@ -31,15 +31,15 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from pipeline import generate, load
-from pipeline.schedules import Options
+from pipeline.sampling.schedules import Options
 
 functions = load.local(sys.argv[1], jit_compile=True, jit_components=("unet",), verify=False)
 inputs = functions.manifest.signatures["diffusion_model"]["denoise"].inputs
 contexts = {s.name: np.ones(s.shape, "float32") for s in inputs if "context" in s.name}
 for name, options in RUNS:
-    chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+    run = generate.plan(functions.manifest, ["", ""], seed=1, sampler=name, num_steps=3, options=Options(**options))
     for rows in (None, 2):
-        latent = generate.denoise(functions, contexts, [1, 2, 3, 4], chosen, steps_per_call=rows)
+        latent = generate.denoise(functions, run, run.calls[0], contexts, steps_per_call=rows)
     print(len(list(Path(sys.argv[2]).glob("*before_optimizations.txt"))))
 """
 
@@ -104,9 +104,9 @@ def test_latents_do_not_depend_on_the_calls_they_were_made_in(functions):
     contexts = {s.name: np.ones(s.shape, "float32") for s in inputs if "context" in s.name}
     found = {}
     for name, options in RUNS:
-        chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+        run = generate.plan(functions.manifest, ["", ""], seed=1, sampler=name, num_steps=3, options=Options(**options))
         whole, cut = (
-            np.asarray(generate.denoise(functions, contexts, [1, 2, 3, 4], chosen, steps_per_call=rows))
+            np.asarray(generate.denoise(functions, run, run.calls[0], contexts, steps_per_call=rows))
             for rows in (None, 2)
         )
         np.testing.assert_array_equal(cut, whole)
@@ -131,15 +131,23 @@ def test_progress_counts_calls_of_the_unet(functions):
 
 
 def test_settings_take_the_number_of_steps_from_a_list(functions):
-    assert generate.settings(functions, "euler", options=Options(timesteps=(9, 5, 1))).num_steps == 3
-    assert generate.settings(functions, "euler", options=Options(sigmas=(9, 5, 1))).num_steps == 2
-    assert generate.settings(functions, "euler").num_steps == functions.manifest.config.defaults.num_steps
-    with pytest.raises(InputError, match="num_steps is 4, but the list makes 3 steps"):
-        generate.settings(functions, "euler", 4, options=Options(timesteps=(9, 5, 1)))
-    with pytest.raises(InputError, match="heun calls the UNet 13 times in 7 steps, 12 is the limit of the export"):
-        generate.settings(functions, "heun", 7)
-    with pytest.raises(InputError, match="unknown sampler 'plms'; available: ddim, pndm, "):
-        generate.settings(functions, "plms")
+    contract = functions.manifest
+    assert generate.settings(contract, "euler", options=Options(timesteps=(9, 5, 1))).num_steps == 3
+    assert generate.settings(contract, "euler", options=Options(sigmas=(9, 5, 1))).num_steps == 2
+    assert generate.settings(contract, "euler").num_steps == contract.config.defaults.num_steps
+    for message, settings in (
+        (
+            "num_steps is 4, but the list makes 3 steps",
+            generate.settings(contract, "euler", 4, options=Options(timesteps=(9, 5, 1))),
+        ),
+        (
+            "heun calls the UNet 13 times in 7 steps, 12 is the limit of the export",
+            generate.settings(contract, "heun", 7),
+        ),
+        ("unknown sampler 'plms'; available: ddim, pndm, ", generate.settings(contract, "plms")),
+    ):
+        with pytest.raises(InputError, match=message):
+            generate.table(contract, settings)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +170,8 @@ def test_settings_take_the_number_of_steps_from_a_list(functions):
     ],
 )
 def test_how_a_picture_was_made(functions, name, options, fields):
-    chosen = generate.settings(functions, name, 3, 3.0, options=Options(**options))
+    chosen = generate.settings(functions.manifest, name, 3, 3.0, options=Options(**options))
     assert fields in png.parameters(functions, "a red apple", None, 1, chosen, 3.0)
-
-
-def test_every_sampler_has_a_label():
-    assert png.SAMPLER_LABELS.keys() == samplers.SAMPLERS.keys()
 
 
 def command(*arguments):

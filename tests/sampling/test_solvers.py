@@ -9,10 +9,10 @@ import pytest
 
 from models.errors import InputError
 from models.families import FAMILIES
+from models.steps import ROW, ROW_SIZE, STATE
 from pipeline.sampling import noise, samplers, schedules
 from pipeline.sampling.samplers import SAMPLERS
 from pipeline.sampling.schedules import SPACINGS, Options
-from pipeline.sampling.solvers import ROW, ROW_SIZE, STATE
 
 SD1 = FAMILIES["sd1"].scheduler
 GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "samplers.npz")
@@ -82,7 +82,7 @@ def test_every_sampler_has_its_goldens():
         for prediction in ("epsilon", "v_prediction"):
             counts = {c[1] for c in cases if c[0] == name and c[2]["prediction_type"] == prediction}
             assert {1, 2, 3, 10, 25} <= counts
-        if "sigma_schedule" in samplers.OPTIONS[name]:
+        if "sigma_schedule" in SAMPLERS[name].options:
             assert {c[3].get("sigma_schedule") for c in cases if c[0] == name} == {None, "karras", "exponential"}
 
 
@@ -100,7 +100,7 @@ def test_every_count_gives_finite_rows(name):
 
 @pytest.mark.parametrize("schedule", ["karras", "exponential"])
 @pytest.mark.parametrize("final", ["zero", "sigma_min"])
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if "sigma_schedule" in samplers.OPTIONS[name]])
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if "sigma_schedule" in SAMPLERS[name].options])
 def test_respaced_levels_give_finite_rows(name, schedule, final):
     changes = {"final_sigmas_type": final, "solver_type": "bh1" if name == "unipc" else "heun", "solver_order": 3}
     for n in range(1, 61):

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from models.errors import InputError
 from models.export_spec import Size
-from pipeline.manifest import Functions, Manifest
+from pipeline.manifest import Manifest
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES = 256 << 20
@@ -38,40 +38,21 @@ UPRIGHT = MappingProxyType(
 )
 
 
-def encode(functions: Functions, init_image, crop: bool = False) -> tuple[np.ndarray, np.ndarray] | None:
-    """The distribution of a picture's latent in the UNet's scale.
-
-    Args:
-        init_image: path or array, see `prepare`; None: no picture.
-
-    Returns:
-        Mean and standard deviation, f32[h, w, 4] each, or None.
-
-    Raises:
-        InputError: see `prepare`.
-    """
-    if init_image is None:
-        return None
-    image = prepare(functions.manifest, functions.size, init_image, crop)
-    encoded = functions.encode_image(image=np.repeat(image[None], functions.manifest.spec.num_images, axis=0))
-    # One of N equal ones, so that no image depends on its place.
-    return np.asarray(encoded["mean"])[0], np.asarray(encoded["std"])[0]
-
-
 def prepare(manifest: Manifest, size: Size, init_image, crop: bool = False) -> np.ndarray:
-    """What `encode_image` of an export takes, f32[H, W, 3], from a path (see `read`) or an array (see `from_array`).
+    """Make what `encode_image` of an export takes, f32[H, W, 3], from a path (see `read`) or an array (`from_array`).
 
     Raises:
         InputError: the export has no image encoder, or the picture cannot be used.
     """
     if "image_encoder" not in manifest.signatures:
         raise InputError(f"{manifest.folder}: has no image encoder; export again with --image_encoder")
-    make = read if isinstance(init_image, str | os.PathLike) else from_array
-    return make(init_image, size.width, size.height, crop)
+    if isinstance(init_image, str | os.PathLike):
+        return read(init_image, size.width, size.height, crop)
+    return from_array(init_image, size.width, size.height, crop)
 
 
 def read(path: str | Path, width: int, height: int, crop: bool = False) -> np.ndarray:
-    """A PNG, JPEG or WebP file as an image of the given size.
+    """Read a PNG, JPEG or WebP file as an image of the given size.
 
     Transparent parts become white, 16-bit channels keep their high byte, the EXIF orientation is applied. Resized with
     Lanczos' filter as diffusers does it.
@@ -114,7 +95,7 @@ def read(path: str | Path, width: int, height: int, crop: bool = False) -> np.nd
 
 
 def from_array(array, width: int, height: int, crop: bool = False) -> np.ndarray:
-    """An array as an image of the given size.
+    """Make an image of the given size from an array.
 
     Args:
         array: uint8[h, w, 3] of any size, resized as a file is; or float[height, width, 3] in [-1, 1], taken as it is.

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from models.errors import InputError
-from pipeline.images import read as images
+from pipeline.images import picture as images
 
 RGB = np.array([[[255, 0, 0], [0, 128, 255], [7, 8, 9]], [[1, 2, 3], [254, 100, 50], [0, 0, 0]]], np.uint8)
 
