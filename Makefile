@@ -83,15 +83,15 @@ parity: .venv/test.stamp .venv-peers/run.stamp
 	.venv/bin/python -m pip install --quiet -r tests/requirements.txt -r requirements-serving.txt
 	touch $@
 
-.venv-peers/run.stamp: tests/peers/requirements.txt
+.venv-peers/run.stamp: pipeline/benchmark/workers/diffusers-requirements.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
+	.venv-peers/bin/python -m pip install --quiet -r pipeline/benchmark/workers/diffusers-requirements.txt
 	touch $@
 
 # It sees the packages of .venv-peers behind its own: torch and diffusers once, in one version.
-.venv-openvino/run.stamp: tests/peers/openvino-requirements.txt .venv-peers/run.stamp
+.venv-openvino/run.stamp: pipeline/benchmark/workers/openvino-requirements.txt .venv-peers/run.stamp
 	$(PYTHON) -m venv .venv-openvino
-	.venv-openvino/bin/python -m pip install --quiet -r tests/peers/openvino-requirements.txt
+	.venv-openvino/bin/python -m pip install --quiet -r pipeline/benchmark/workers/openvino-requirements.txt
 	.venv-peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$(.venv-openvino/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/peers.pth"
 	touch $@

@@ -19,7 +19,7 @@ from absl import flags
 
 from models.errors import InputError
 from models.export_spec import Size
-from pipeline import cli, compile_cache, generate, manifest, serving
+from pipeline import cli, compile_cache, generate, machine, manifest, serving
 from pipeline.benchmark import differences, markdown, peers, report, server_load, timing
 from pipeline.prompts import tokenizer
 from pipeline.sampling import noise, samplers
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent
 # Commands that measure one row in a process of their own; they take a file, see `timing.isolated`.
 WORKERS = {
     "export": [sys.executable, str(ROOT / "benchmark.py"), "--worker"],
-    "kerascv": [sys.executable, str(ROOT / "tests" / "peers" / "kerascv.py")],
+    "kerascv": [sys.executable, str(peers.SCRIPTS / "kerascv.py")],
 }
 JIT_COMPONENTS = tuple(manifest.JIT_COMPONENTS)
 CALL_PATH = "encode, denoise and decode of pipeline.load.local, the whole loop in one call"
@@ -40,7 +40,7 @@ def main(argv):
     if len(argv) > 1:
         raise InputError(f"unexpected arguments: {' '.join(argv[1:])}; exports go into --models")
     if FLAGS.worker:
-        return timing.answer(FLAGS.worker, load_export, compile_cache.runtime(FLAGS.worker))
+        return timing.answer(FLAGS.worker, load_export, timing.with_compile_cache(FLAGS.worker))
     check_flags()
     cli.set_flags_before_tensorflow(FLAGS.xla_flags, FLAGS.tf_xla_flags)
     rows = plan()
@@ -48,7 +48,7 @@ def main(argv):
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         **timing.software(ROOT),
-        "machine": timing.machine(),
+        "machine": machine.describe(),
         "order": report.order(len(rows), FLAGS.rounds),
         "rows": [],
     }

@@ -30,8 +30,7 @@ import tempfile
 from pathlib import Path
 
 from models.errors import InputError
-from pipeline import cli, manifest
-from pipeline.benchmark import timing
+from pipeline import cli, machine, manifest
 
 TOOLKIT = "stable-diffusion-tensorflow"  # our folder in the user's cache folder
 LIMIT_BYTES = 2 << 30  # of all keys together; see `_trim`
@@ -83,12 +82,12 @@ def key(export_id: str, tf32: bool = False) -> dict:
     Raises:
         InputError: TensorFlow's version is not known, because no distribution of it is installed.
     """
-    information = timing.cpu_information()
+    information = machine.cpu_information()
     versions = [v for name in DISTRIBUTIONS if (v := _version(name))]
     if not versions:
         raise InputError(f"none of {', '.join(DISTRIBUTIONS)} is installed")
     x86 = [flag for flag in information.get("flags", "").split() if INSTRUCTIONS.fullmatch(flag)]
-    facts = timing.machine()
+    facts = machine.describe()
     return {
         "tensorflow": versions[0],
         "cpu": facts["cpu"],
@@ -143,22 +142,6 @@ def start(folder: Path | None, export_id: str, tf32: bool = False) -> Run | None
         return None
     atexit.register(close, run, os.getpid())
     return run
-
-
-def runtime(request_file: str) -> timing.Runtime:
-    """TensorFlow for `timing.answer`, with the cache that an export's XLA row names; facts say how much was found."""
-    found = None
-
-    def begin():
-        nonlocal found
-        row = json.loads(Path(request_file).read_text())
-        if row["jit_compile"] and row.get("compile_cache") and not row.get("server"):
-            run = start(Path(row["compile_cache"]), row["export"]["export_id"], row["tf32"])
-            found = run and run.found
-        timing.TENSORFLOW.start()
-
-    facts = timing.TENSORFLOW.facts
-    return dataclasses.replace(timing.TENSORFLOW, start=begin, facts=lambda row: {**facts(row), "compile_cache": found})
 
 
 def started() -> bool:

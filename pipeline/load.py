@@ -7,11 +7,9 @@ compiles ahead of time into a folder for --compile_cache, to be shipped with an 
 
 if __name__ == "__main__":
     # Here, because the cache must be named before TensorFlow, which is imported below, starts.
-    from pipeline import cli
     from pipeline.commands import warm
 
-    warm.define_flags()
-    cli.run(warm.main)
+    warm.run()
 
 import logging
 import os

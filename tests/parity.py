@@ -4,7 +4,7 @@ python tests/parity.py --peers .venv-peers/bin/python --family sd1
 
 Without --checkpoint a full-size model of the family with seeded random weights is written first. The checkpoint is
 exported by serialize_savedmodels.py, and the reloaded export is compared. diffusers runs in its own environment
-(tests/peers/requirements.txt). Exit code 1 when a bar is missed, or when the run would prove nothing because the
+(`make peers`). Exit code 1 when a bar is missed, or when the run would prove nothing because the
 picture does not depend on prompt and guidance. With two processor cores about an hour for each family; XL, whose
 weights fill 13 GB in float32, at 256x256.
 """

@@ -78,7 +78,7 @@ def test_without_a_home_there_is_no_cache(monkeypatch, notices):
 def test_keys_differ_where_programs_do(monkeypatch):
     for name in compile_cache.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(compile_cache.timing, "nvidia_gpus", list)
+    monkeypatch.setattr(compile_cache.machine, "nvidia_gpus", list)
     info = {"model name": "A CPU", "flags": "fpu sse sse4_2 avx2 amx_bf16 sha_ni ibpb pti avx512f"}
     monkeypatch.setattr(compile_cache.timing, "cpu_information", lambda: info)
     plain = compile_cache.key("a")

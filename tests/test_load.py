@@ -286,7 +286,8 @@ from pathlib import Path
 dump, folder, inputs = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*"
 import numpy as np
-from pipeline import load, manifest, samplers
+from pipeline import load, manifest
+from pipeline.sampling import samplers
 contract = manifest.read(folder)
 denoise = load.function(contract, "diffusion_model", "denoise", jit_compile=True)
 arrays = dict(np.load(inputs))

@@ -1,6 +1,6 @@
 """Peers to measure beside exports: who they are, in which environment they run, what each is asked for.
 
-A peer is a script of tests/peers that speaks the protocol of `pipeline.benchmark.timing.isolated`; what it needs is
+A peer is a script of `workers/` that speaks the protocol of `pipeline.benchmark.timing.isolated`; what it needs is
 installed in an environment of its own (`make peers`), KerasCV in ours. No TensorFlow.
 """
 
@@ -19,8 +19,8 @@ from pipeline import manifest
 from pipeline.checkpoints import kerascv
 from pipeline.files import read_json
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "tests" / "peers"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).resolve().parent / "workers"
 CACHE = ROOT / "build" / "peers"  # what a peer makes of a checkpoint once
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 SAMPLERS = ("ddim", "euler")  # those that the peers' scripts know
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 class Environment:
     """Where a peer's script runs."""
 
-    script: str  # in tests/peers
+    script: str  # in workers/
     folder: str  # of the virtual environment that `make peers` builds
     packages: tuple[str, ...]  # what its Python must be able to import
-    requirements: str  # in tests/peers
+    requirements: str  # in workers/
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Peer:
 
 ENVIRONMENTS = {
     "diffusers": Environment(
-        "diffusers_torch.py", ".venv-peers", ("torch", "diffusers", "transformers"), "requirements.txt"
+        "diffusers_torch.py", ".venv-peers", ("torch", "diffusers", "transformers"), "diffusers-requirements.txt"
     ),
     "openvino": Environment(
         "openvino_peer.py", ".venv-openvino", ("openvino", "torch", "diffusers"), "openvino-requirements.txt"

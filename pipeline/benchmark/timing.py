@@ -27,14 +27,6 @@ from models.errors import InputError
 
 TOTAL = "total"
 PACKAGES = ("tensorflow", "keras", "numpy", "keras-cv", "tokenizers")
-CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
-# Variables that change how fast TensorFlow, XLA and oneDNN run.
-ENVIRONMENT = (
-    *("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
-    *("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME"),
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_USE_AUTOTUNE", "TF_FORCE_GPU_ALLOW_GROWTH"),
-    *("LD_PRELOAD", "MALLOC_ARENA_MAX"),
-)
 POLL_SECONDS = 0.1
 ANSWER, IMAGES = "answer.json", "images.npy"  # beside the request
 
@@ -123,44 +115,6 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 # === The machine and the software ===
-
-
-def machine() -> dict:
-    """CPU, GPUs, memory, load average and the environment variables of `ENVIRONMENT`; None for what is not known."""
-    information = cpu_information()
-    flags = information.get("flags", "").split()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
-    return {
-        "platform": platform.platform(),
-        "cpu": information.get("model name") or platform.processor() or platform.machine(),
-        "logical_cores": os.cpu_count(),
-        "usable_cores": usable,
-        "cpu_flags": {name: name in flags for name in CPU_FLAGS} if flags else None,
-        "memory_bytes": pages,
-        "gpus": nvidia_gpus(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
-    }
-
-
-def cpu_information() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, value in pairs}
-
-
-def nvidia_gpus() -> list[str]:
-    """Name, driver and memory of each NVIDIA card, as nvidia-smi tells; empty without it."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def software(root: Path) -> dict:
@@ -335,6 +289,26 @@ def _peak_gpu_bytes() -> list[int]:
 
 
 TENSORFLOW = Runtime(_start_tensorflow, _device, _peak_gpu_bytes)
+
+
+def with_compile_cache(request_file: str) -> Runtime:
+    """Return TensorFlow with the cache that an export's XLA row names; facts say how much was in it."""
+    from pipeline import compile_cache
+
+    programs = None
+
+    def begin():
+        nonlocal programs
+        row = json.loads(Path(request_file).read_text())
+        if row["jit_compile"] and row.get("compile_cache") and not row.get("server"):
+            run = compile_cache.start(Path(row["compile_cache"]), row["export"]["export_id"], row["tf32"])
+            programs = run and run.found
+        TENSORFLOW.start()
+
+    def facts(row):
+        return {**TENSORFLOW.facts(row), "compile_cache": programs}
+
+    return dataclasses.replace(TENSORFLOW, start=begin, facts=facts)
 
 
 # === Files ===

@@ -180,11 +180,21 @@ def _refuse_other_unets(fields: Fields) -> None:
         addition_embed_type=("text_time",),
     )
     fields.absent(
-        *("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "num_class_embeds"),
-        *("time_embedding_dim", "time_embedding_act_fn", "timestep_post_act"),
-        *("center_input_sample", "dual_cross_attention", "only_cross_attention", "resnet_skip_time_act"),
-        *("cross_attention_norm", "mid_block_only_cross_attention", "class_embeddings_concat"),
-        *("reverse_transformer_layers_per_block",),
+        "class_embed_type",
+        "encoder_hid_dim",
+        "encoder_hid_dim_type",
+        "num_class_embeds",
+        "time_embedding_dim",
+        "time_embedding_act_fn",
+        "timestep_post_act",
+        "center_input_sample",
+        "dual_cross_attention",
+        "only_cross_attention",
+        "resnet_skip_time_act",
+        "cross_attention_norm",
+        "mid_block_only_cross_attention",
+        "class_embeddings_concat",
+        "reverse_transformer_layers_per_block",
     )
 
 

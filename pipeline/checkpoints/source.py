@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import keras
-
 from models.config import ModelConfig
 from models.errors import InputError
 from models.families import FAMILIES, kerascv_numerics
@@ -25,7 +23,7 @@ from pipeline.manifest import AddedEmbedding, MergedLora, ReplacedVae
 from pipeline.prompts import tokenizer
 
 # CLIP's vocabulary, which all families share. Its files name no padding: that is the text encoder's affair.
-CLIP_VOCABULARY = Path(__file__).parents[1] / "checkpoints" / "emoji" / "tokenizer"
+CLIP_VOCABULARY = Path(__file__).parents[2] / "checkpoints" / "emoji" / "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +228,8 @@ def random_source(config: ModelConfig, tokenizer_folder: Path, seed: int = 0) ->
     def fill(component, layers):
         # Layers initialise themselves; only the seed is ours.
         return []
+
+    import keras  # here: readers of a folder or file need none of it
 
     keras.utils.set_random_seed(seed)
     # DDIM: as many calls of the UNet as steps.

@@ -26,6 +26,12 @@ def define_flags() -> None:
         flags.DEFINE_integer(name, None, f"{name.capitalize()} in pixels. Default: the export's first size.")
 
 
+def run() -> None:
+    """Define the command's flags and run it."""
+    define_flags()
+    cli.run(main)
+
+
 def main(argv):
     place = compile_cache.folder(flags.FLAGS.warm)
     if len(argv) > 1 or place is None:

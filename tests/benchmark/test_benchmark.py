@@ -348,7 +348,6 @@ def test_plot_without_matplotlib(monkeypatch, tmp_path):
         (["--models="], "nothing to measure"),
         (["--jit_components=vae"], "--jit_components 'vae': must be one or more of text_encoder,unet,decoder"),
         (["--json=no/such/file.json"], "--json no/such/file.json: expected a file in an existing folder"),
-        (["--guidance_interval=0,0.5", "--sweep"], "--guidance_interval and --sweep: give one"),
         (["--random_weights"], "--random_weights is for --kerascv only"),
         (["--models=", "--kerascv", "--width=200"], "--width 200: KerasCV draws multiples of 128 pixels"),
         (["--models=", "--kerascv", "--num_steps=0"], "--num_steps must be 1..1000"),

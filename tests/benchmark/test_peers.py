@@ -121,7 +121,7 @@ def test_environments_that_are_none(names, given, message):
 def test_packages_are_looked_for(monkeypatch):
     mine = dataclasses.replace(peers.ENVIRONMENTS["openvino"], packages=("numpy", "not_there"))
     monkeypatch.setitem(peers.ENVIRONMENTS, "openvino", mine)
-    with pytest.raises(InputError, match="lacks not_there: run `make peers`, or .* tests/peers/openvino-requirements"):
+    with pytest.raises(InputError, match="lacks not_there: run `make peers`, or .*workers/openvino-requirements"):
         peers.pythons(["openvino"], [f"openvino={sys.executable}"])
     monkeypatch.setitem(peers.ENVIRONMENTS, "openvino", dataclasses.replace(mine, packages=("numpy",)))
     assert peers.pythons(["openvino"], [f"openvino={sys.executable}"]) == {"openvino": sys.executable}

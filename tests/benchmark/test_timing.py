@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.errors import InputError
+from pipeline import machine
 from pipeline.benchmark import timing
 
 
@@ -83,11 +84,11 @@ def test_counts_out_of_range(warmup, repeats):
 def test_machine_facts(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=nowhere")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    facts = timing.machine()
+    facts = machine.describe()
     assert facts["environment"]["XLA_FLAGS"] == "--xla_dump_to=nowhere"
     assert facts["environment"]["OMP_NUM_THREADS"] is None
     assert facts["cpu"] and facts["usable_cores"] >= 1 and len(facts["load_average"]) == 3
-    assert facts["cpu_flags"] is None or facts["cpu_flags"].keys() == set(timing.CPU_FLAGS)
+    assert facts["cpu_flags"] is None or facts["cpu_flags"].keys() == set(machine.CPU_FLAGS)
     json.dumps(facts)
 
 
@@ -195,7 +196,7 @@ def test_a_worker_needs_no_tensorflow():
     program = """
 import sys
 sys.modules |= dict.fromkeys(("tensorflow", "keras", "absl"))
-from pipeline import timing
+from pipeline.benchmark import timing
 import numpy
 
 def load(row):
@@ -235,3 +236,21 @@ def test_unwritable_outputs_are_found_before_measuring(tmp_path):
     for path in (tmp_path, tmp_path / "missing" / "new.json"):
         with pytest.raises(InputError, match="--json .*: expected a file in an existing folder"):
             timing.check_writable("--json", str(path))
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'NVIDIA L4, 550.54, 23034 MiB'", ["NVIDIA L4, 550.54, 23034 MiB"]),
+        ("sleep 600", []),
+        ("echo no driver; exit 9", []),
+        (r"printf '\377\376'; exit 1", []),
+    ],
+    ids=["works", "hangs", "fails", "rubbish"],
+)
+def test_a_broken_nvidia_smi_is_no_card(tmp_path, monkeypatch, script, expected):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "SECONDS", 0.3)
+    assert machine.nvidia_gpus() == expected

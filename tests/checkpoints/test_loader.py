@@ -137,14 +137,15 @@ HOSTILE = {
 READ_ALL = """
 import resource, sys
 from pathlib import Path
-from models import checkpoint, config
+from models import errors
+from pipeline.checkpoints import loader
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (160 << 20),) * 2)
 for path in sys.argv[1:]:
     try:
-        checkpoint.read_safetensors(Path(path))
+        loader.read_safetensors(Path(path))
         print()
-    except config.InputError as error:
+    except errors.InputError as error:
         print(error)
 """
 

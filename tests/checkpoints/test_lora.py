@@ -18,7 +18,6 @@ from pipeline.checkpoints.keymaps import DIFFUSERS
 from pipeline.checkpoints.loader import Tensor
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-# The script that wrote the goldens: its cases, weights and inputs.
 SPEC = importlib.util.spec_from_file_location("write_lora", GOLDENS / "write_lora.py")
 writer = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(writer)
@@ -218,7 +217,6 @@ def test_half_precision_weights_and_updates_add_in_float32(tmp_path):
     base = Tensor((1, 1), np.dtype(np.float16), lambda: np.float16([[2048]]))
     tensors = {k: v.astype(np.float16) for k, v in pair("lora_unet_a", inputs=1, outputs=1).items()}
     path = saved(tmp_path / "l.safetensors", tensors)
-    # float16 cannot hold 2049.
     assert lora.merge({"unet": {"a.weight": base}}, [lora.read(path)])["unet"]["a.weight"].read() == 2049
 
 

@@ -26,9 +26,8 @@ import json, os, pickle, sys, types
 from pathlib import Path
 sys.path.append(sys.argv[2])  # our own packages, behind the peers'
 import numpy as np, torch
-from models import checkpoint, diffusers
-from models.config import InputError
-from pipeline import pickles
+from models.errors import InputError
+from pipeline.checkpoints import diffusers_folder, pickles
 
 folder, result = Path(sys.argv[1]), {}
 values = torch.arange(-6, 6).reshape(3, 4) / 7
@@ -90,10 +89,10 @@ result["can sing"] = (folder / "executed").exists()
 
 plain = Path(sys.argv[3])
 for component, stem in (("text_encoder", "pytorch_model"), ("unet", "diffusion_pytorch_model")):
-    source = diffusers.read_weights(plain, component)
+    source = diffusers_folder.read_weights(plain, component)
     (folder / component).mkdir()
     torch.save({n: torch.from_numpy(t.read()) for n, t in source.items()}, folder / component / f"{stem}.bin")
-    again = diffusers.read_weights(folder, component, read_pickle=pickles.read)
+    again = diffusers_folder.read_weights(folder, component, read_pickle=pickles.read)
     same = (bits(again[n].read()) == bits(source[n].read()) for n in source)
     result[component] = again.keys() == source.keys() and all(same)
 print(json.dumps(result))

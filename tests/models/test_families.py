@@ -93,7 +93,7 @@ def close(found, expected, bar=1e-5):
 
 
 def contexts_of(functions, expected, negatives):
-    run = generate.plan(functions.manifest, [str(p) for p in expected["prompts"]], negatives, num_images=1)
+    run = generate.plan(functions.manifest, [str(p) for p in expected["prompts"]], negatives, num_images=1, num_steps=1)
     return generate.encode(functions, run, run.calls[0])
 
 

@@ -6,7 +6,7 @@ Run by `pipeline.benchmark.timing.isolated`, with the file of the request as its
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from pipeline import cli  # noqa: E402
 from pipeline.benchmark import timing  # noqa: E402

@@ -1,8 +1,8 @@
 """Time diffusers' own pipeline (PyTorch, CPU): the worker behind `benchmark.py --peers diffusers`.
 
-Run by `benchmark.timing.isolated` in the peers' environment (requirements.txt), with the file of the request as its
-argument. Read from the request, beside what every row has: checkpoint, pipeline (its class), prompts,
-images_per_prompt, dtype, vae_dtype, compile.
+Run by `benchmark.timing.isolated` in the peers' environment (diffusers-requirements.txt), with the file of
+the request as its argument. Read from the request, beside what every row has: checkpoint, pipeline (its class),
+prompts, images_per_prompt, dtype, vae_dtype, compile.
 """
 
 import importlib.metadata
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from models.errors import InputError  # noqa: E402
 from pipeline.benchmark import timing  # noqa: E402
