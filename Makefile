@@ -16,7 +16,7 @@ CHECKPOINT ?= checkpoints/emoji
 SIZES ?=
 FULL ?=
 FULL_SIZES ?= 256x256,512x512
-FULL_FLAGS ?= --jit_compile --peak --num_steps 20 --guidance_scale 7.5 --warmup 0 --repeats 1
+FULL_FLAGS ?= --jit_compile --num_steps 20 --guidance_scale 7.5 --warmup 0 --repeats 1
 BENCH_FLAGS ?= --repeats 3 --rounds 2
 # -cpu: --target cpu; bfloat16 where the processor has it
 VARIANTS ?= float32 float32-cpu $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16)
