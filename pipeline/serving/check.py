@@ -18,7 +18,7 @@ from models.errors import InputError
 from models.export_spec import TensorSpec
 from pipeline import cli, manifest
 from pipeline.manifest import Manifest
-from pipeline.serving import client
+from pipeline.serving import protocol
 
 FLAGS = flags.FLAGS
 SEVERITIES = ("error", "warning", "note")
@@ -168,7 +168,8 @@ def _promises(contract: Manifest, part: str, found) -> Iterator[Finding]:
                 ("outputs", described.outputs, signature.outputs),
             ):
                 there = {
-                    alias: (_dtype(t), client.shape(d.size for d in t.tensor_shape.dim)) for alias, t in tensors.items()
+                    alias: (_dtype(t), protocol.shape(d.size for d in t.tensor_shape.dim))
+                    for alias, t in tensors.items()
                 }
                 if there != {spec.name: (spec.dtype, spec.shape) for spec in specs}:
                     yield Finding("error", f"{part}/{name}", f"{kind} are not what the manifest says: {there}")
@@ -179,7 +180,7 @@ def _promises(contract: Manifest, part: str, found) -> Iterator[Finding]:
 def _dtype(tensor) -> str:
     from tensorflow.core.framework import types_pb2
 
-    return client.dtype(types_pb2.DataType.Name(tensor.dtype))
+    return protocol.dtype(types_pb2.DataType.Name(tensor.dtype))
 
 
 def _compiled(contract: Manifest, part: str, found, xla: bool) -> Iterator[Finding]:

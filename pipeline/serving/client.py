@@ -4,12 +4,11 @@ The server may be TensorFlow Serving or `python -m pipeline.serving serve`. Over
 gRPC's stubs load all of it, because the protocol's messages are TensorFlow's own.
 """
 
-import dataclasses
 import math
 import random
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from pipeline import manifest
 from pipeline.manifest import JIT_COMPONENTS, Functions, Manifest, chain_signature
 from pipeline.savedmodel import arrays
 from pipeline.serving import status
+from pipeline.serving.protocol import Server
 from pipeline.serving.status import ServingError
 
 TIMEOUT_SECONDS = 600.0  # of one call; a server on a CPU may draw for minutes
@@ -85,18 +85,6 @@ def remote(
         check_export(server, contract, part, timeout)
     functions = {name: function(server, contract, *where, timeout) for name, where in wanted.items()}
     return Functions(**functions, manifest=contract, size=size)
-
-
-@dataclasses.dataclass(frozen=True)
-class Server:
-    """One way to ask a server; all raise ServingError. Seconds count from the call."""
-
-    url: str
-    # (model, version, signature, {input: array}, its outputs, seconds) -> {output: array}
-    predict: Callable[[str, int, str, dict[str, np.ndarray], tuple[TensorSpec, ...], float], dict[str, np.ndarray]]
-    # (model, version, seconds) -> {signature: ({input: (dtype, shape)}, {output: (dtype, shape)})}; None: unknown size
-    signatures: Callable[[str, int, float], dict[str, tuple[dict, dict]]]
-    versions: Callable[[str, float], list[int]]  # (model, seconds) -> those that answer now
 
 
 def connect(url: str, answer_bytes: int = MESSAGE_BYTES) -> Server:
@@ -221,17 +209,6 @@ def _explained(error: ServingError) -> str:
     line = " ".join(str(error).split())
     hints = [hint for text, hint in HINTS.items() if text in error.text] or [HINTS_BY_CODE.get(error.code)]
     return f"{line}; {hints[0]}" if hints[0] else line
-
-
-def dtype(name: str) -> str:
-    """A dtype as TensorFlow's messages spell it, DT_FLOAT, as a manifest does: float32."""
-    name = name.removeprefix("DT_").lower()
-    return "float32" if name == "float" else name
-
-
-def shape(sizes: Iterable[int]) -> tuple[int | None, ...]:
-    """A shape as TensorFlow's messages spell it, with -1 for what is not known, as a manifest does, with None."""
-    return tuple(None if size < 0 else size for size in sizes)
 
 
 def largest_answer(contract: Manifest) -> int:

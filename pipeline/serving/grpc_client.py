@@ -17,11 +17,11 @@ from tensorflow_serving.apis import (  # noqa: E402
     prediction_service_pb2_grpc,
 )
 
-from pipeline.serving import client, tensors  # noqa: E402
+from pipeline.serving import protocol, tensors  # noqa: E402
 
 
-def connect(url: str, place: str, answer_bytes: int) -> client.Server:
-    """A server at HOST:PORT, without TLS; connects with the first call. See `pipeline.serving.client.Server`."""
+def connect(url: str, place: str, answer_bytes: int) -> protocol.Server:
+    """A server at HOST:PORT, without TLS; connects with the first call. See `pipeline.serving.protocol.Server`."""
     options = [("grpc.max_receive_message_length", answer_bytes), ("grpc.max_send_message_length", -1)]
     channel = grpc.insecure_channel(place, options)
     prediction = prediction_service_pb2_grpc.PredictionServiceStub(channel)
@@ -52,7 +52,7 @@ def connect(url: str, place: str, answer_bytes: int) -> client.Server:
         available = get_model_status_pb2.ModelVersionStatus.AVAILABLE
         return sorted(s.version for s in answer.model_version_status if s.state == available)
 
-    return client.Server(url, predict, signatures, versions)
+    return protocol.Server(url, predict, signatures, versions)
 
 
 def _name(spec, model: str, version: int | None) -> None:
@@ -76,6 +76,6 @@ def _ask(method, request, seconds: float):
 
 def _tensors(described) -> dict[str, tuple[str, tuple]]:
     return {
-        name: (client.dtype(types_pb2.DataType.Name(t.dtype)), client.shape(d.size for d in t.tensor_shape.dim))
+        name: (protocol.dtype(types_pb2.DataType.Name(t.dtype)), protocol.shape(d.size for d in t.tensor_shape.dim))
         for name, t in described.items()
     }

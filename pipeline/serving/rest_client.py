@@ -8,15 +8,15 @@ import numpy as np
 import urllib3
 
 from models.export_spec import TensorSpec
-from pipeline.serving import client, status
+from pipeline.serving import protocol, status
 from pipeline.serving.status import ServingError
 
 CONNECT_SECONDS = 10.0
 CODES = {number: code for code, number in reversed(status.HTTP.items())}
 
 
-def connect(url: str, base: str) -> client.Server:
-    """A server at SCHEME://HOST:PORT; connects with the first call. See `pipeline.serving.client.Server`."""
+def connect(url: str, base: str) -> protocol.Server:
+    """A server at SCHEME://HOST:PORT; connects with the first call. See `pipeline.serving.protocol.Server`."""
     pool = urllib3.PoolManager(maxsize=16, retries=False)
 
     def ask(method: str, path: str, seconds: float, body: dict | None = None):
@@ -62,7 +62,7 @@ def connect(url: str, base: str) -> client.Server:
         except (KeyError, TypeError, ValueError) as error:
             raise _unexpected(answer) from error
 
-    return client.Server(url, predict, signatures, versions)
+    return protocol.Server(url, predict, signatures, versions)
 
 
 def _error(answer) -> ServingError:
@@ -91,6 +91,6 @@ def _array(value, spec: TensorSpec) -> np.ndarray:
 
 def _tensors(described: dict) -> dict[str, tuple[str, tuple]]:
     return {
-        name: (client.dtype(t["dtype"]), client.shape(int(d["size"]) for d in t["tensor_shape"].get("dim", ())))
+        name: (protocol.dtype(t["dtype"]), protocol.shape(int(d["size"]) for d in t["tensor_shape"].get("dim", ())))
         for name, t in described.items()
     }
