@@ -18,7 +18,7 @@ from models.errors import InputError
 from models.export_spec import TensorSpec
 from pipeline import cli, manifest
 from pipeline.manifest import Manifest
-from pipeline.serving import protocol
+from pipeline.serving import client, protocol
 
 FLAGS = flags.FLAGS
 SEVERITIES = ("error", "warning", "note")
