@@ -80,7 +80,7 @@ def test_keys_differ_where_programs_do(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compile_cache.machine, "nvidia_gpus", list)
     info = {"model name": "A CPU", "flags": "fpu sse sse4_2 avx2 amx_bf16 sha_ni ibpb pti avx512f"}
-    monkeypatch.setattr(compile_cache.timing, "cpu_information", lambda: info)
+    monkeypatch.setattr(compile_cache.machine, "cpu_information", lambda: info)
     plain = compile_cache.key("a")
     assert (plain["cpu"], plain["export_id"], plain["variables"]) == ("A CPU", "a", {})
     # The kernel's flags say nothing about instructions.
@@ -89,7 +89,7 @@ def test_keys_differ_where_programs_do(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " --x=1   --y ")
     keys.append(compile_cache.key("a"))
     assert keys[-1]["variables"] == {"XLA_FLAGS": "--x=1 --y"}
-    monkeypatch.setattr(compile_cache.timing, "cpu_information", lambda: {"Features": "fp asimd"})
+    monkeypatch.setattr(compile_cache.machine, "cpu_information", lambda: {"Features": "fp asimd"})
     keys.append(compile_cache.key("a"))
     assert keys[-1]["instructions"] == "asimd fp"
     assert len({json.dumps(key) for key in keys}) == len(keys)
